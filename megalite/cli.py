@@ -1,0 +1,195 @@
+"""The commands. Exit codes: 0 done, 2 the user's input is wrong, 3 stopped by a signal after saving, 1 anything else.
+
+This is the only place that reads the environment, which it passes down as a mapping. Modules are imported inside the
+commands, so that help, `config` and mistakes in a config answer at once, without torch.
+"""
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+EXIT_FAILED, EXIT_USER = 1, 2
+UsageError = typer.BadParameter.__base__
+"""Wrong options: click's class, or that of the copy of click inside newer typer."""
+
+app = typer.Typer(name="megalite", help="Pretrain GPT models.", no_args_is_help=True, add_completion=False)
+config_app = typer.Typer(help="Show a config, or what one may hold.", no_args_is_help=True)
+data_app = typer.Typer(help="Make and look at corpora.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+ConfigPath = Annotated[str, Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped preset.")]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[key=value ...]", help="Overrides, e.g. mesh.tp=4 data.train=[{path: x}].")
+]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> int:
+    """Train: one process of a job (alone, or started by launch, torchrun or srun)."""
+    env = dict(os.environ)
+    try:
+        from megalite.config.load import load_config
+
+        loaded = load_config(config, overrides or [])
+        from megalite.train.main import run
+
+        return run(loaded, env)
+    except BaseException as error:
+        _report_to_launcher(error, env)
+        raise
+
+
+def _report_to_launcher(error: BaseException, env: Mapping[str, str]) -> None:
+    """Leave the failure where the launcher of this rank looks for it."""
+    from megalite.launch.errors import ERROR_DIR, record_error
+
+    code = _exit_code(error)
+    if code and env.get(ERROR_DIR) and env.get("RANK", "").isdigit():
+        record_error(env[ERROR_DIR], int(env["RANK"]), error, exit_code=code)
+
+
+@app.command()
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nnodes: Annotated[int, Option(help="Nodes of the job; run this command on each.", min=1)] = 1,
+    node_rank: Annotated[int, Option(help="This node, counted from 0.", min=0)] = 0,
+    rdzv: Annotated[str | None, Option(metavar="HOST:PORT", help="Where the nodes meet: node 0.")] = None,
+    slurm: Annotated[bool, Option("--slurm", help="Print an sbatch script instead of starting ranks.")] = False,
+) -> int:
+    """Start the ranks of a job on this node and wait for them."""
+    from megalite.config.load import load_config
+
+    overrides = overrides or []
+    loaded = load_config(config, overrides)
+    from megalite.launch.main import launch as start
+
+    return start(
+        loaded, [config, *overrides], env=dict(os.environ), nnodes=nnodes, node_rank=node_rank, rdzv=rdzv, slurm=slurm
+    )
+
+
+@app.command()
+def schedule(
+    kind: Annotated[str, Option(help="gpipe, 1f1b or interleaved.")] = "1f1b",
+    pp: Annotated[int, Option(help="Pipeline parallel size.", min=1)] = 4,
+    virtual: Annotated[int, Option(help="Chunks per rank.", min=1)] = 1,
+    microbatches: Annotated[int, Option(help="Microbatches per step.", min=1)] = 8,
+    png: Annotated[str | None, Option(metavar="FILE", help="Also draw it into this file.")] = None,
+) -> None:
+    """Draw a pipeline schedule, with its bubble and its memory."""
+    from megalite.parallel.pp.command import schedule_command
+
+    print(schedule_command(kind, pp=pp, virtual=virtual, num_microbatches=microbatches, png=png))
+
+
+@data_app.command("prepare")
+def data_prepare(
+    files: Annotated[list[str], Argument(metavar="FILE...", help="Text, .jsonl, folders, .gz or .zst of them.")],
+    tokenizer: Annotated[str, Option(help="byte, the path of a tokenizer.json, or train:VOCAB.")],
+    output: Annotated[str, Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")],
+    workers: Annotated[int | None, Option(help="Processes; default one per core.", min=1)] = None,
+    key: Annotated[str, Option(help="Where the text is in a line of .jsonl.")] = "text",
+    eod: Annotated[str | None, Option(help="The tokenizer's end-of-document token, if it isn't found by name.")] = None,
+) -> None:
+    """Tokenize files into a corpus."""
+    from megalite.data.prepare import prepare
+
+    print(prepare(files, tokenizer=tokenizer, output=output, workers=workers, key=key, eod=eod))
+
+
+@data_app.command("inspect")
+def data_inspect(prefix: Annotated[str, Argument(metavar="PREFIX", help="The corpus, with or without .bin.")]) -> None:
+    """Describe a corpus."""
+    from megalite.data.inspect import inspect
+
+    print(inspect(prefix))
+
+
+@checkpoint_app.command("inspect")
+def checkpoint_inspect(directory: Annotated[str, Argument(metavar="DIR", help="A checkpoint, or a run.")]) -> None:
+    """Describe a checkpoint: step, tensors, sizes, the layout it was saved under."""
+    from megalite.checkpoint.command import inspect
+
+    print(inspect(directory))
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(directory: Annotated[str, Argument(metavar="DIR", help="A checkpoint, or a run.")]) -> None:
+    """Check that a checkpoint is whole: hashes, sizes, every element once."""
+    from megalite.checkpoint.command import verify
+
+    print(verify(directory))
+
+
+@config_app.command("show")
+def config_show(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    yaml: Annotated[bool, Option("--yaml", help="Print YAML that loads as the same config.")] = False,
+) -> None:
+    """Print every value of a config and where it is from."""
+    from megalite.config.load import dump, load
+    from megalite.config.show import show
+
+    loaded = load(config, overrides or [])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(dump(loaded.config).rstrip() if yaml else show(loaded, width=width))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of a config."""
+    from megalite.config.errors import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code; a user's mistake is one message on stderr, without a traceback.
+
+    Args:
+        arguments: without the program's name; default those of this process.
+    """
+    try:
+        code = app(args=arguments, prog_name="megalite", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:  # the reader of our output has left, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        _print_error(error)
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _exit_code(error: BaseException) -> int:
+    """2 for mistakes of the user, the code of a SystemExit, else 1."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_FAILED if error.code else 0
+    return EXIT_USER if isinstance(error, ValueError | UsageError) else EXIT_FAILED
+
+
+def _print_error(error: Exception) -> None:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return  # making the error has printed the help
+    if isinstance(error, UsageError):
+        where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        print(f"error: {error.format_message()}{where}", file=sys.stderr)
+    elif isinstance(error, ValueError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)

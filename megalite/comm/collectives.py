@@ -1,0 +1,104 @@
+"""Collectives on a mesh group: asynchronous, a no-op at size 1, every byte counted in the ledger.
+
+Invariant: results do not depend on arrival order. gloo's own reduce_scatter moves an all-reduce's bytes, so on CPU a
+reduce-scatter is an all-to-all and a sum in rank order, which sends (W-1)/W of the tensor and is deterministic.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.mesh import Group
+
+Op = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass
+class Work:
+    """A collective on its way. `wait()` returns when the result may be read; call it once or more."""
+
+    handle: dist.Work | None = None
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Block until the result is there (on a GPU: until this stream may read it)."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+
+
+def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum", site: str = "", async_op: bool = False) -> Work:
+    """Reduce `tensor` in place over the group.
+
+    Communication: sends 2 * (W-1)/W of the tensor's bytes.
+    """
+    if group.size == 1 or tensor.numel() == 0:
+        return Work()
+    group.ledger.record(group.axis, "all_reduce", site, 2 * (group.size - 1) * tensor.nbytes // group.size)
+    handle = dist.all_reduce(tensor, op=_OPS[op], group=group.pg, async_op=True)
+    return _started(Work(handle), async_op)
+
+
+def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", async_op: bool = False) -> Work:
+    """Concatenate the ranks' `shard`s along dim 0 into `out`, in rank order; `shard` may lie in its place in `out`.
+
+    Communication: sends (W-1) times the shard's bytes.
+    """
+    if group.size == 1:
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
+        return Work()
+    group.ledger.record(group.axis, "all_gather", site, (group.size - 1) * shard.nbytes)
+    handle = dist.all_gather_single(out, shard, group=group.pg, async_op=True)
+    return _started(Work(handle), async_op)
+
+
+def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", async_op: bool = False) -> Work:
+    """Sum the ranks' `full` tensors; rank r receives rows [r*n, (r+1)*n) of the sum in `out`.
+
+    Communication: sends (W-1)/W of `full`'s bytes.
+    Numerics: on gloo summed in rank order in the tensor's dtype.
+    Memory: on gloo one more tensor of `full`'s size until the wait.
+    """
+    if group.size == 1:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        return Work()
+    group.ledger.record(group.axis, "reduce_scatter", site, (group.size - 1) * out.nbytes)
+    if full.device.type != "cpu":
+        handle = dist.reduce_scatter_single(out, full, group=group.pg, async_op=True)
+        return _started(Work(handle), async_op)
+    received = torch.empty_like(full)
+    handle = dist.all_to_all_single(received, full, group=group.pg, async_op=True)
+
+    def finish() -> None:
+        torch.sum(received.view(group.size, *out.shape), dim=0, out=out)
+
+    return _started(Work(handle, finish), async_op)
+
+
+def broadcast(tensor: Tensor, group: Group, *, root: int = 0, site: str = "", async_op: bool = False) -> Work:
+    """Copy `tensor` of the group's rank `root` to all its ranks, in place.
+
+    Communication: the root sends the tensor's bytes (W-1) times.
+    """
+    if group.size == 1 or tensor.numel() == 0:
+        return Work()
+    sent = (group.size - 1) * tensor.nbytes if group.rank == root else 0
+    group.ledger.record(group.axis, "broadcast", site, sent)
+    handle = dist.broadcast(tensor, group.ranks[root], group=group.pg, async_op=True)
+    return _started(Work(handle), async_op)
+
+
+def _started(work: Work, async_op: bool) -> Work:
+    if not async_op:
+        work.wait()
+    return work

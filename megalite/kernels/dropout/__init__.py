@@ -1,0 +1,5 @@
+"""Dropout."""
+
+from megalite.kernels.dropout.op import dropout
+
+__all__ = ["dropout"]

@@ -1,0 +1,5 @@
+"""GELU, tanh form."""
+
+from megalite.kernels.gelu.op import gelu
+
+__all__ = ["gelu"]

@@ -1,0 +1,5 @@
+"""LayerNorm."""
+
+from megalite.kernels.layernorm.op import layernorm
+
+__all__ = ["layernorm"]

@@ -1,0 +1,5 @@
+"""RMSNorm."""
+
+from megalite.kernels.rmsnorm.op import rmsnorm
+
+__all__ = ["rmsnorm"]

@@ -1,0 +1,5 @@
+"""SwiGLU."""
+
+from megalite.kernels.swiglu.op import swiglu
+
+__all__ = ["swiglu"]

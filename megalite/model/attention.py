@@ -1,0 +1,126 @@
+"""Causal self-attention with grouped kv heads, split over tp by heads.
+
+q, k and v are one column-parallel GEMM behind one gather. Rank r holds query heads [r*N/tp, (r+1)*N/tp) and the kv
+heads these read; with fewer kv heads than ranks, neighbours hold the same kv head and sum its gradient over the `kv`
+group.
+Reference: Vaswani et al., arXiv:1706.03762; Ainslie et al., arXiv:2305.13245 (grouped heads).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.batch import Microbatch
+from megalite.kernels.rope import rope
+from megalite.model.context import ModelContext
+from megalite.model.dropout import attention_dropout
+from megalite.model.positions import RopeTables
+from megalite.model.recompute import replay
+from megalite.parallel.spec import ParamSpec, Part
+from megalite.parallel.tp.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tp.specs import replicated_reduce, slab, split, whole
+
+
+class Attention(nn.Module):
+    """q, k, v projections, rotary embedding, softmax(q k^T / sqrt(H)) v, output projection."""
+
+    def __init__(self, layer: int, context: ModelContext, rope_tables: RopeTables | None):
+        super().__init__()
+        self.context = context
+        self.name = f"layers.{layer}.attention"
+        self.rope_tables = rope_tables
+        self.heads = (context.num_heads, context.num_kv_heads, context.num_kv_heads)
+        self.qkv = make_qkv(self.name, context)
+        self.out = make_out(self.name, context)
+
+    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+        """(rows, D) -> (rows, D), rows being this rank's."""
+        num_samples, seq_len = batch.tokens.shape
+        qkv = self.qkv(x).view(num_samples, seq_len, sum(self.heads), self.context.model.head_dim)
+        if self.rope_tables is not None:
+            cos, sin = self.rope_tables.get(seq_len, x.device)
+            qkv = rope(qkv, cos, sin, num_rotated=self.heads[0] + self.heads[1])
+        selective = self.context.recompute == "selective" and qkv.requires_grad
+        mixed = replay(self.core, qkv, batch) if selective else self.core(qkv, batch)
+        return self.out(mixed)
+
+    def core(self, qkv: Tensor, batch: Microbatch) -> Tensor:
+        """Attention of each sequence by itself: (B, S, heads, H) -> (M, N/tp * H)."""
+        q, k, v = (part.transpose(1, 2) for part in qkv.split(self.heads, dim=2))
+        mask = None if batch.documents is None else document_mask(batch.documents)
+        grouped = self.heads[0] != self.heads[1]
+        if self.training and self.context.model.attention_dropout > 0.0:
+            mixed = self._explicit(q, k, v, mask, batch)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return mixed.transpose(1, 2).reshape(batch.rows, -1)
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, batch: Microbatch) -> Tensor:
+        """The same with dropout on the weights, which are held in memory: B*N*S*S."""
+        repeats = self.heads[0] // self.heads[1]
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        seq_len = q.shape[2]
+        if mask is None:
+            mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).tril_()
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
+        return attention_dropout(weights, self.name, context=self.context, batch=batch) @ v
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """(B, 1, S, S) bool: a position sees earlier positions of its own document, and itself."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril_()[:, None]
+
+
+def make_qkv(name: str, context: ModelContext) -> ColumnParallelLinear:
+    """The fused projection; local rows are this rank's q heads, then its k heads, then its v heads."""
+    model = context.model
+    reduce = "kv" if context.kv_replicas > 1 else None
+    weight = ParamSpec(
+        qkv_parts(name, "weight", (model.hidden_size,), context), "linear", init_std=model.init_std, tp_reduce=reduce
+    )
+    bias = (
+        ParamSpec(qkv_parts(name, "bias", (), context), "bias", init="zeros", tp_reduce=reduce) if model.bias else None
+    )
+    return ColumnParallelLinear(weight, bias, tp=context.tp, dtype=context.dtype, site="attention.qkv")
+
+
+def qkv_parts(name: str, attribute: str, columns: tuple[int, ...], context: ModelContext) -> tuple[Part, Part, Part]:
+    """The boxes of q, k and v that this rank holds."""
+    model, size = context.model, context.model.head_dim
+    replicas, rank = context.kv_replicas, context.tp.rank
+    q = split(f"{name}.q.{attribute}", (model.num_heads * size, *columns), dim=0, tp=context.tp)
+    rows = context.num_kv_heads * size
+    k, v = (
+        slab(
+            f"{name}.{which}.{attribute}",
+            (model.num_kv_heads * size, *columns),
+            dim=0,
+            start=rank // replicas * rows,
+            size=rows,
+            num_replicas=replicas,
+            replica=rank % replicas,
+        )
+        for which in ("k", "v")
+    )
+    return q, k, v
+
+
+def make_out(name: str, context: ModelContext) -> RowParallelLinear:
+    """The output projection into the residual stream."""
+    model = context.model
+    part = split(f"{name}.out.weight", (model.hidden_size, model.num_heads * model.head_dim), dim=1, tp=context.tp)
+    weight = ParamSpec((part,), "linear", init_std=context.residual_std)
+    return RowParallelLinear(
+        weight, residual_bias(f"{name}.out", context), tp=context.tp, dtype=context.dtype, site="attention.out"
+    )
+
+
+def residual_bias(name: str, context: ModelContext) -> ParamSpec | None:
+    """Spec of the replicated bias of a row-parallel layer, or None."""
+    if not context.model.bias:
+        return None
+    part = whole(f"{name}.bias", (context.model.hidden_size,), tp=context.tp)
+    return ParamSpec((part,), "bias", init="zeros", tp_reduce=replicated_reduce(context.tp))

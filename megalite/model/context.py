@@ -1,0 +1,61 @@
+"""What every module of the model is built from: the model's numbers and this rank's place in tp."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.schema import Config, Model
+from megalite.mesh import Mesh
+from megalite.parallel.tp.rows import TensorParallel
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """Shared by all modules of one rank; frozen."""
+
+    model: Model
+    tp: TensorParallel
+    dtype: torch.dtype
+    padded_vocab: int
+    recompute: str
+    seed: int
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.model.num_heads // self.tp.size
+
+    @property
+    def kv_replicas(self) -> int:
+        """Neighbouring ranks that hold the same kv heads."""
+        return max(1, self.tp.size // self.model.num_kv_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of this rank."""
+        return max(1, self.model.num_kv_heads // self.tp.size)
+
+    @property
+    def vocab_padding(self) -> int:
+        """Rows of this rank's vocabulary slice that belong to no token."""
+        rows = self.padded_vocab // self.tp.size
+        return rows - max(0, min(rows, self.model.vocab_size - self.tp.rank * rows))
+
+    @property
+    def residual_std(self) -> float:
+        """Std of the projections that write into the residual stream (GPT-2's rule)."""
+        return self.model.init_std / (2 * self.model.num_layers) ** 0.5
+
+
+def model_context(config: Config, mesh: Mesh) -> ModelContext:
+    """The context of this rank."""
+    return ModelContext(
+        model=config.model,
+        tp=TensorParallel(mesh.tp, config.sequence_parallel),
+        dtype=DTYPES[config.precision.compute],
+        padded_vocab=config.padded_vocab,
+        recompute=config.recompute,
+        seed=config.run.seed,
+    )

@@ -1,0 +1,128 @@
+"""The GPT as a chain of links: embedding, one link per block, head.
+
+A link maps the rows of the residual stream that this rank holds to the next link's; the pipeline runtime runs the
+chain and knows nothing of what a link computes. The embedding takes None, the head returns the loss per token.
+"""
+
+from torch import Tensor, nn
+
+from megalite.batch import Microbatch
+from megalite.model.attention import Attention
+from megalite.model.context import ModelContext
+from megalite.model.dropout import residual_dropout
+from megalite.model.mlp import Mlp
+from megalite.model.norm import make_norm
+from megalite.model.positions import RopeTables
+from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.embedding import LearnedPositions, VocabParallelEmbedding
+from megalite.parallel.tp.linear import ColumnParallelLinear
+from megalite.parallel.tp.loss import vocab_parallel_cross_entropy
+from megalite.parallel.tp.specs import replicated_reduce, slab, whole
+
+
+class Link(nn.Module):
+    """One step of the chain.
+
+    unit_names:  the ZeRO units whose parameters it reads.
+    recomputable: with full recompute the runtime keeps only its input and runs it again before its backward.
+    """
+
+    recomputable = False
+
+    def __init__(self, *unit_names: str):
+        super().__init__()
+        self.unit_names = unit_names
+
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+        """The next link's input."""
+        raise NotImplementedError
+
+
+class EmbeddingLink(Link):
+    """Word embedding, learned positions if the model has them, dropout."""
+
+    def __init__(self, context: ModelContext):
+        tied, learned = context.model.tie_embeddings, context.model.position == "learned"
+        super().__init__(*(["embedding"] if learned or not tied else []), *(["tied"] if tied else []))
+        self.context = context
+        spec = vocab_spec("embedding.word.weight", context, tied=tied)
+        self.word = VocabParallelEmbedding(
+            spec, tp=context.tp, dtype=context.dtype, site="embedding", padding=context.vocab_padding
+        )
+        self.position = make_positions(context) if learned else None
+
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+        """None -> (rows, D)."""
+        assert x is None, "the embedding is the first link"
+        y = self.word(batch.tokens.reshape(-1))
+        if self.position is not None:
+            y = self.position(y, num_rows=batch.rows, seq_len=batch.tokens.shape[1])
+        return residual_dropout(y, "embedding", context=self.context, batch=batch) if self.training else y
+
+
+class Block(Link):
+    """A transformer block: norm, attention, norm, MLP, each branch added to the residual stream."""
+
+    recomputable = True
+
+    def __init__(self, layer: int, context: ModelContext, rope_tables: RopeTables | None):
+        super().__init__(f"layers.{layer}")
+        self.context = context
+        self.layer = layer
+        self.attention_norm = make_norm(f"layers.{layer}.attention_norm", context)
+        self.attention = Attention(layer, context, rope_tables)
+        self.mlp_norm = make_norm(f"layers.{layer}.mlp_norm", context)
+        self.mlp = Mlp(layer, context)
+
+    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+        """(rows, D) -> (rows, D)."""
+        x = x + self._drop(self.attention(self.attention_norm(x), batch), "attention", batch)
+        return x + self._drop(self.mlp(self.mlp_norm(x)), "mlp", batch)
+
+    def _drop(self, branch: Tensor, which: str, batch: Microbatch) -> Tensor:
+        if not self.training:
+            return branch
+        return residual_dropout(branch, f"layers.{self.layer}.{which}.residual", context=self.context, batch=batch)
+
+
+class HeadLink(Link):
+    """Final norm, projection to the vocabulary, cross entropy per token."""
+
+    def __init__(self, context: ModelContext):
+        tied = context.model.tie_embeddings
+        super().__init__("head", *(["tied"] if tied else []))
+        self.context = context
+        self.final_norm = make_norm("final_norm", context)
+        name = "embedding.word.weight" if tied else "head.weight"
+        spec = vocab_spec(name, context, tied=tied, tied_copy=tied)
+        self.output = ColumnParallelLinear(
+            spec, None, tp=context.tp, dtype=context.dtype, site="head", padding=context.vocab_padding
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, D) -> (M, Vp/tp), this rank's slice of the padded vocabulary."""
+        return self.output(self.final_norm(x))
+
+    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+        """(rows, D) -> loss per token (M,), the same on all ranks of tp; 0 where the label is IGNORE."""
+        labels = batch.labels.reshape(-1)
+        return vocab_parallel_cross_entropy(
+            self.logits(x), labels, tp=self.context.tp, vocab_size=self.context.model.vocab_size
+        )
+
+
+def vocab_spec(name: str, context: ModelContext, *, tied: bool = False, tied_copy: bool = False) -> ParamSpec:
+    """This rank's slice of a (V, D) tensor; the rows of padding are not part of it."""
+    model, rows = context.model, context.padded_vocab // context.tp.size
+    start = min(context.tp.rank * rows, model.vocab_size)
+    part = slab(name, (model.vocab_size, model.hidden_size), dim=0, start=start, size=rows - context.vocab_padding)
+    kind = "embedding" if name.startswith("embedding") else "linear"
+    return ParamSpec((part,), kind, init_std=model.init_std, tied=tied, tied_copy=tied_copy)
+
+
+def make_positions(context: ModelContext) -> LearnedPositions:
+    """The learned position table."""
+    model = context.model
+    part = whole("embedding.position.weight", (model.max_seq_len, model.hidden_size), tp=context.tp)
+    spec = ParamSpec((part,), "embedding", init_std=model.init_std, tp_reduce=replicated_reduce(context.tp))
+    return LearnedPositions(spec, tp=context.tp, dtype=context.dtype)

@@ -1,0 +1,60 @@
+"""The feed-forward part of a block, split over tp along the ffn dim: SwiGLU (gate and up fused in one GEMM) or GELU."""
+
+from torch import Tensor, nn
+
+from megalite.kernels.gelu import gelu
+from megalite.kernels.gelu import reference as gelu_reference
+from megalite.kernels.swiglu import reference as swiglu_reference
+from megalite.kernels.swiglu import swiglu
+from megalite.model.attention import residual_bias
+from megalite.model.context import ModelContext
+from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tp.specs import split
+
+ACTIVATIONS = {"swiglu": (swiglu, swiglu_reference, ("gate", "up")), "gelu": (gelu, gelu_reference, ("up",))}
+"""The op, its pure functions, and the logical tensors that its input's weight stacks."""
+
+
+class Mlp(nn.Module):
+    """up (and gate), activation, down."""
+
+    def __init__(self, layer: int, context: ModelContext):
+        super().__init__()
+        name = f"layers.{layer}.mlp"
+        self.activation, self.pure, stacked = ACTIVATIONS[context.model.activation]
+        self.selective = context.recompute == "selective"
+        wide = make_wide(name, stacked, context)
+        self.wide_name = "_".join(stacked)
+        self.add_module(self.wide_name, wide)
+        self.down = make_down(name, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, D) -> (rows, D), rows being this rank's."""
+        hidden = getattr(self, self.wide_name)(x)
+        if self.selective:
+            return self.down(hidden, self.pure)
+        return self.down(self.activation(hidden))
+
+
+def make_wide(name: str, stacked: tuple[str, ...], context: ModelContext) -> ColumnParallelLinear:
+    """The projection from D to F (2F for gate and up)."""
+    model = context.model
+
+    def parts(attribute: str, columns: tuple[int, ...]):
+        shape = (model.ffn_size, *columns)
+        return tuple(split(f"{name}.{which}.{attribute}", shape, dim=0, tp=context.tp) for which in stacked)
+
+    weight = ParamSpec(parts("weight", (model.hidden_size,)), "linear", init_std=model.init_std)
+    bias = ParamSpec(parts("bias", ()), "bias", init="zeros") if model.bias else None
+    return ColumnParallelLinear(weight, bias, tp=context.tp, dtype=context.dtype, site=f"mlp.{'_'.join(stacked)}")
+
+
+def make_down(name: str, context: ModelContext) -> RowParallelLinear:
+    """The projection from F back into the residual stream."""
+    model = context.model
+    part = split(f"{name}.down.weight", (model.hidden_size, model.ffn_size), dim=1, tp=context.tp)
+    weight = ParamSpec((part,), "linear", init_std=context.residual_std)
+    return RowParallelLinear(
+        weight, residual_bias(f"{name}.down", context), tp=context.tp, dtype=context.dtype, site="mlp.down"
+    )

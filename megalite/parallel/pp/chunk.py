@@ -1,0 +1,81 @@
+"""One stage on this rank: runs its chain of links forward and backward, link by link.
+
+Every link's input is detached, so a backward visits one link at a time: that is where parameters are gathered, freed and
+reduced, and why no autograd hooks are needed. Full recompute is a link whose forward kept nothing but its input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalite.batch import Microbatch
+
+
+class LinkHooks(Protocol):
+    """What happens around a link; `position` indexes the chunk's links."""
+
+    def before_forward(self, position: int) -> None: ...
+    def after_forward(self, position: int) -> None: ...
+    def before_backward(self, position: int) -> None: ...
+    def after_backward(self, position: int, reduce: bool) -> None: ...
+
+
+@dataclass
+class Kept:
+    """One link's forward that waits for its backward. `output` is None when the link is to be recomputed."""
+
+    input: Tensor | None
+    output: Tensor | None
+
+
+class Chunk:
+    """A stage's links with the forwards that are in flight."""
+
+    def __init__(self, stage: int, links: Sequence[nn.Module], hooks: LinkHooks, *, recompute: bool = False):
+        self.stage = stage
+        self.links = links
+        self.hooks = hooks
+        self.recompute = recompute
+        self.in_flight: dict[int, tuple[Microbatch, list[Kept]]] = {}
+
+    def forward(self, mb: int, x: Tensor | None, batch: Microbatch, *, train: bool) -> Tensor:
+        """Run the chain on one microbatch; with `train`, keep what backward(mb) needs. Returns a tensor without graph."""
+        kept: list[Kept] = []
+        for position, link in enumerate(self.links):
+            self.hooks.before_forward(position)
+            x = x.detach().requires_grad_(train) if x is not None else None
+            with torch.set_grad_enabled(train and not self._recomputes(position)):
+                output = link(x, batch)
+            kept.append(Kept(x, None if self._recomputes(position) else output))
+            x = output
+            self.hooks.after_forward(position)
+        if train:
+            self.in_flight[mb] = (batch, kept)
+        return x.detach()
+
+    def backward(self, mb: int, grad: Tensor, *, reduce: bool) -> Tensor | None:
+        """Run the chain backwards from the gradient of its output; returns that of its input (None at the first stage).
+
+        Args:
+            reduce: gradients are complete after this microbatch, so each link's units may be reduced as soon as it is done.
+        """
+        batch, kept = self.in_flight.pop(mb)
+        for position in reversed(range(len(self.links))):
+            entry = kept.pop()
+            self.hooks.before_backward(position)
+            output = entry.output
+            if output is None:
+                with torch.enable_grad():
+                    output = self.links[position](entry.input, batch)
+            torch.autograd.backward(output, grad)
+            grad = entry.input.grad if entry.input is not None else None
+            del output, entry
+            self.hooks.after_backward(position, reduce)
+        return grad
+
+    def _recomputes(self, position: int) -> bool:
+        """Blocks are recomputed; the head's output is its loss, whose backward follows at once at the last stage."""
+        return self.recompute and getattr(self.links[position], "recomputable", False)

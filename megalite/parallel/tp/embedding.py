@@ -1,0 +1,88 @@
+"""The vocabulary-parallel word embedding and learned positions.
+
+Rank r holds rows [r*Vp/tp, (r+1)*Vp/tp) of the table, Vp the padded vocabulary. A token outside of the shard
+contributes zero to a sum over tp that lands on this rank's rows.
+Reference: Shoeybi et al., arXiv:1909.08053, section 3.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.kernels.wgrad import accumulate_rows
+from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.rows import TensorParallel, empty_param, gather_rows, reduce_rows
+from megalite.parallel.tp.specs import local_shape
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight, tp, site):
+        local = tokens - tp.rank * weight.shape[0]
+        outside = (local < 0) | (local >= weight.shape[0])
+        ctx.save_for_backward(local)
+        ctx.weight, ctx.tp, ctx.site = weight, tp, site
+        if tp.size == 1:
+            if outside.any():
+                raise ValueError(f"token {tokens[outside][0]} is not in the vocabulary of {weight.shape[0]} rows")
+            return F.embedding(local, weight)
+        partial = F.embedding(local.masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0.0)
+        return reduce_rows(partial, tp, site=f"{site}.forward")
+
+    @staticmethod
+    def backward(ctx, dy):
+        (local,) = ctx.saved_tensors
+        full = gather_rows(dy, ctx.tp, site=f"{ctx.site}.backward")
+        if ctx.tp.size > 1:
+            inside = ((local >= 0) & (local < ctx.weight.shape[0])).nonzero()[:, 0]
+            local, full = local[inside], full[inside]
+        return None, accumulate_rows(ctx.weight, local, full), None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a table that is sharded over tp along the vocabulary; `padding` rows of it belong to no token.
+
+    Communication: forward reduce-scatters (M, D), backward all-gathers it (sequence parallel); else forward
+    all-reduces.
+    """
+
+    def __init__(self, spec: ParamSpec, *, tp: TensorParallel, dtype: torch.dtype, site: str, padding: int = 0):
+        super().__init__()
+        self.weight = empty_param(local_shape(spec, padding=padding), dtype)
+        self.weight.spec = spec
+        self.tp = tp
+        self.site = site
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (M,) int64, the same on all ranks -> (M/tp, D), or (M, D) without sequence parallel."""
+        return _Embedding.apply(tokens, self.weight, self.tp, self.site)
+
+
+class _AddPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, positions):
+        ctx.save_for_backward(positions)
+        ctx.weight = weight
+        return x + weight[positions]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (positions,) = ctx.saved_tensors
+        return dy, accumulate_rows(ctx.weight, positions, dy), None
+
+
+class LearnedPositions(nn.Module):
+    """A replicated table (max_seq_len, D) that is added to this rank's rows; under sequence parallel its gradient is
+    partial."""
+
+    def __init__(self, spec: ParamSpec, *, tp: TensorParallel, dtype: torch.dtype):
+        super().__init__()
+        self.weight = empty_param(local_shape(spec), dtype)
+        self.weight.spec = spec
+        self.tp = tp
+
+    def forward(self, x: Tensor, *, num_rows: int, seq_len: int) -> Tensor:
+        """x + table[row % seq_len] for the rows of x, which are this rank's of `num_rows` = B*S."""
+        start = self.tp.row_start(num_rows)
+        positions = torch.arange(start, start + x.shape[0], device=x.device) % seq_len
+        return _AddPositions.apply(x, self.weight, positions)

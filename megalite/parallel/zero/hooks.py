@@ -1,0 +1,53 @@
+"""The manager as one stage sees it: by link position, with prefetch along the chain and the lowered schedule's actions.
+
+`reshard_after: forward` streams: one link is gathered while its neighbour runs, and freed behind it. The other policies hold the
+whole stage between GATHER and RESHARD of the schedule.
+"""
+
+from dataclasses import dataclass
+
+from megalite.parallel.zero.manager import LinkUnits, ZeroManager
+
+
+@dataclass
+class StageHooks:
+    """Implements parallel.pp's LinkHooks and StageActions for one stage."""
+
+    manager: ZeroManager
+    stage: int
+    links: list[LinkUnits]
+    streams: bool
+
+    def before_forward(self, position: int) -> None:
+        """Parameters of the link are ready after this; the next link's are on their way."""
+        self.manager.before(self.links[position], self._at(position + 1), backward=False)
+
+    def after_forward(self, position: int) -> None:
+        """Free the link if nothing holds it."""
+        self.manager.after(self.links[position], keep=self._at(position + 1))
+
+    def before_backward(self, position: int) -> None:
+        """Parameters and gradient buffers of the link are ready after this."""
+        self.manager.before(self.links[position], self._at(position - 1), backward=True)
+
+    def after_backward(self, position: int, reduce: bool) -> None:
+        """Reduce what is complete, free what nothing holds."""
+        self.manager.after_backward(self.links[position], reduce=reduce)
+        self.manager.after(self.links[position], keep=self._at(position - 1))
+
+    def gather(self, *, backward: bool) -> None:
+        """GATHER: begin with the unit that the next action touches first, or hold the whole stage."""
+        if self.streams:
+            for name in self.links[-1 if backward else 0].reads:
+                self.manager.units[name].start_gather()
+            return
+        for link in reversed(self.links) if backward else self.links:
+            self.manager.hold(self.stage, link.reads, start=True)
+
+    def reshard(self) -> None:
+        """RESHARD: nothing of this stage stays gathered, unless another stage on this rank holds it."""
+        for link in self.links:
+            self.manager.release(self.stage, link.reads)
+
+    def _at(self, position: int) -> LinkUnits | None:
+        return self.links[position] if 0 <= position < len(self.links) else None

@@ -1,0 +1,177 @@
+"""ZeRO for all units of one rank: gathers, frees and reduces them around the forward and backward of model links.
+
+Invariant: whatever the stage, when a link runs its full parameters hold the values of the last update, and after `finish_grads` every
+shard holds the gradient of the whole global batch. Nothing wraps the model: the runtime calls `before_*` and `after_*` with the
+names of a link's units, and the lowered schedule says when stages are gathered, freed and reduced.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.comm.collectives import all_reduce
+from megalite.mesh import Group, Mesh
+from megalite.parallel.zero.layout import Run, flat_layout
+from megalite.parallel.zero.reduce import Reducer
+from megalite.parallel.zero.unit import InitFn, Place, Unit
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """The choices of the `zero` section in plain form."""
+
+    stage: int
+    reduce_each_microbatch: bool
+    compute: torch.dtype
+    main: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class LinkUnits:
+    """The units of one model link: which it reads, and which it is the last to touch in backward."""
+
+    reads: tuple[str, ...]
+    reduces: tuple[str, ...]
+
+
+class ZeroManager:
+    """Owns the units of this rank.
+
+    Args:
+        unit_params: unit name -> [(parameter name, parameter on meta with `.spec`, its places)].
+        policy:      stage and dtypes.
+        mesh:        at stage 0 the whole dp axis replicates, otherwise dp_shard shards and dp_replicate replicates.
+        init:        initial values, called once per parameter.
+    """
+
+    def __init__(self, unit_params: dict[str, list], policy: ZeroPolicy, mesh: Mesh, init: InitFn):
+        shards = policy.stage > 0
+        one = Group("dp_shard", ranks=(mesh.rank,), ledger=mesh.ledger)
+        self.shard_group = mesh.dp_shard if shards else one
+        self.replicate_group = mesh.dp_replicate if shards else mesh.dp
+        self.policy = policy
+        self.mesh = mesh
+        self.units = {name: self._unit(name, params, init) for name, params in unit_params.items()}
+        shared = sum("tied" == name for name in self.units)
+        self.reducer = Reducer(
+            list(self.units.values()),
+            self.shard_group,
+            self.replicate_group,
+            policy.reduce_each_microbatch,
+            policy.reduce,
+            num_buffers=2 + shared,
+        )
+        self.held: dict[str, set[int]] = {name: set() for name in self.units}
+        self.peak_live_bytes = 0
+
+    def _unit(self, name: str, params: list, init: InitFn) -> Unit:
+        layout = flat_layout([(n, p.spec, tuple(p.shape)) for n, p, _ in params], self.shard_group.size)
+        places: list[list[Place]] = [where for _, _, where in params]
+        unit = Unit(name, layout, places, group=self.shard_group, reshard=self.policy.stage == 3)
+        unit.allocate(init, compute=self.policy.compute, main=self.policy.main, device=self.mesh.device)
+        return unit
+
+    # Around links
+
+    def hold(self, stage: int, names: Iterable[str], *, start: bool) -> None:
+        """Keep the stage's units gathered until `release`; with `start`, begin to gather them now."""
+        for name in names:
+            self.held[name].add(stage)
+            if start:
+                self.units[name].start_gather()
+
+    def release(self, stage: int, names: Iterable[str]) -> None:
+        """Undo `hold` and free the units that no other stage holds."""
+        for name in names:
+            self.held[name].discard(stage)
+            if not self.held[name]:
+                self.units[name].reshard()
+
+    def before(self, link: LinkUnits, following: LinkUnits | None, *, backward: bool) -> None:
+        """Have the link's parameters ready (and its gradient buffers before a backward); prefetch the next link's."""
+        for name in link.reads:
+            self.units[name].finish_gather()
+            if backward:
+                self.reducer.ready(self.units[name])
+        for name in following.reads if following else ():
+            self.units[name].start_gather()
+        live = sum(u.full_bytes for u in self.units.values() if u.full.untyped_storage().nbytes() > 0)
+        self.peak_live_bytes = max(self.peak_live_bytes, live)
+
+    def after(self, link: LinkUnits, *, keep: LinkUnits | None) -> None:
+        """Free what no stage holds and the next link does not read."""
+        for name in link.reads:
+            if not self.held[name] and not (keep and name in keep.reads):
+                self.units[name].reshard()
+
+    def after_backward(self, link: LinkUnits, *, reduce: bool) -> None:
+        """Take in gradients that autograd left behind; reduce the units whose gradient this link completes."""
+        for name in link.reads:
+            self.units[name].collect_plain_grads()
+        for name in link.reduces if reduce else ():
+            self.reducer.start(self.units[name])
+
+    # Around steps
+
+    def begin_step(self) -> None:
+        """Zero all gradients."""
+        self.reducer.begin_step()
+
+    def finish_grads(self) -> None:
+        """Complete the gradient of every shard: over dp, over tp for what each tp rank saw in part, over the tied copies.
+
+        Communication: dp reductions that are still on their way; one packed all-reduce over tp and one over the kv replicas
+        (only parts with spec.tp_reduce); one over the two ends of the pipeline for a tied embedding.
+        """
+        self.reducer.finish()
+        self._reduce_runs(self.mesh.tp, lambda run: _reduces(run, "tp"), site="zero.tp_partial")
+        self._reduce_runs(self.mesh.kv, lambda run: _reduces(run, "kv"), site="zero.kv_partial")
+        if "tied" in self.units:
+            all_reduce(self.units["tied"].grad, self.mesh.tied, site="zero.tied")
+
+    def updated(self) -> None:
+        """After an update (or a load) of main params: refresh the compute copies and begin to gather stages 1 and 2."""
+        for unit in self.units.values():
+            unit.updated()
+        if self.policy.stage in (1, 2):
+            for unit in self.units.values():
+                unit.start_gather()
+
+    def finish_gathers(self) -> None:
+        """Wait for gathers under way."""
+        for unit in self.units.values():
+            if not unit.reshards:
+                unit.finish_gather()
+
+    def runs(self, unit: Unit) -> list[Run]:
+        """What this rank's shard of a unit holds."""
+        return unit.layout.runs(self.shard_group.rank)
+
+    def segments(self, unit: Unit, keep) -> list[tuple[int, int]]:
+        """Slices of this rank's shard with keep(run); see FlatLayout.segments."""
+        return unit.layout.segments(self.shard_group.rank, keep)
+
+    @property
+    def owns_replica(self) -> bool:
+        """True on the ranks whose shards count in norms and are saved: the first data parallel replica."""
+        return self.replicate_group.rank == 0
+
+    def _reduce_runs(self, group: Group, keep, *, site: str) -> None:
+        if group.size == 1:
+            return
+        slices: list[Tensor] = [
+            unit.grad[begin:end] for unit in self.units.values() for begin, end in self.segments(unit, keep)
+        ]
+        if not slices:
+            return
+        packed = torch.cat(slices)
+        all_reduce(packed, group, site=site)
+        for piece, target in zip(packed.split([s.numel() for s in slices]), slices, strict=True):
+            target.copy_(piece)
+
+
+def _reduces(run: Run, over: str) -> bool:
+    return run.slot.spec.tp_reduce == over and run.part.num_replicas > 1

@@ -1,0 +1,134 @@
+"""Config -> mesh -> model -> ZeRO -> pipeline -> optimizer, in this order; the only file that sees everything."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megalite.batch import Microbatch
+from megalite.config.schema import Config
+from megalite.mesh import Mesh, Sizes
+from megalite.model.init import init_tensor
+from megalite.model.stage import Stage, build_stages, stage_units
+from megalite.optim.optimizer import ShardOptimizer
+from megalite.parallel.pp.check import check
+from megalite.parallel.pp.chunk import Chunk
+from megalite.parallel.pp.lower import Lowered, lower
+from megalite.parallel.pp.runtime import PipelineRuntime, Wire
+from megalite.parallel.pp.schedules import Schedule, build_schedule, forward_only
+from megalite.parallel.zero.hooks import StageHooks
+from megalite.parallel.zero.manager import LinkUnits, ZeroManager, ZeroPolicy
+from megalite.parallel.zero.unit import Place
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass
+class Trainer:
+    """Everything of one rank's run. `step.py` and `evaluate.py` act on it."""
+
+    config: Config
+    mesh: Mesh
+    stages: list[Stage]
+    zero: ZeroManager
+    optimizer: ShardOptimizer
+    runtime: PipelineRuntime
+    eval_runtime: PipelineRuntime
+
+
+def sizes_of(config: Config) -> Sizes:
+    """The mesh arithmetic of a config."""
+    return Sizes(pp=config.mesh.pp, dp_replicate=config.dp_replicate, dp_shard=config.dp_shard, tp=config.mesh.tp)
+
+
+def build(config: Config, mesh: Mesh) -> Trainer:
+    """Build this rank's part of the run: its stages' layers only, initial values drawn as the whole model would.
+
+    Communication: none but the refresh of stage 1 and 2 shards, which holds no new values.
+    """
+    schedule = build_schedule(
+        config.pipeline.schedule,
+        pp=config.mesh.pp,
+        virtual=config.pipeline.virtual,
+        num_microbatches=config.batch.num_microbatches,
+    )
+    stages = build_stages(config, mesh, list(schedule.stages_of(mesh.pp.rank)))
+    zero = _build_zero(config, mesh, stages)
+    optimizer = ShardOptimizer(zero, config.optimizer)
+    hooks = {stage.index: _stage_hooks(config, zero, stage, stages) for stage in stages}
+    recompute = config.recompute == "full"
+    chunks = {s.index: Chunk(s.index, s.links, hooks[s.index], recompute=recompute) for s in stages}
+    wire = Wire(lambda batch: _wire_shape(config, batch), DTYPES[config.precision.compute])
+    training, evaluation = (
+        PipelineRuntime(_lowered(config, s), chunks, hooks, mesh=mesh, wire=wire)
+        for s in (schedule, _eval_schedule(config))
+    )
+    return Trainer(config, mesh, stages, zero, optimizer, training, evaluation)
+
+
+def _eval_schedule(config: Config) -> Schedule:
+    return forward_only(
+        config.pipeline.schedule,
+        pp=config.mesh.pp,
+        virtual=config.pipeline.virtual,
+        num_microbatches=config.batch.num_microbatches,
+    )
+
+
+def _lowered(config: Config, schedule: Schedule) -> Lowered:
+    lowered = lower(
+        schedule,
+        zero_stage=config.zero.stage,
+        reshard_after=config.zero.reshard_after,
+        reduce_each=config.zero.reduce_each,
+    )
+    check(lowered)
+    return lowered
+
+
+def _build_zero(config: Config, mesh: Mesh, stages: list[Stage]) -> ZeroManager:
+    compute = DTYPES[config.precision.compute]
+    main = torch.promote_types(compute, torch.float32)
+    policy = ZeroPolicy(
+        stage=config.zero.stage,
+        reduce_each_microbatch=config.zero.reduce_each == "microbatch",
+        compute=compute,
+        main=main,
+        reduce=main if config.precision.reduce == "fp32" else torch.bfloat16,
+    )
+
+    def init(spec, shape):
+        return init_tensor(spec, shape, dtype=main, device=mesh.device, seed=config.run.seed)
+
+    return ZeroManager(_unit_params(stages), policy, mesh, init)
+
+
+def _unit_params(stages: list[Stage]) -> dict[str, list]:
+    """unit -> [(name, parameter, places)]; a parameter that hangs in several modules is one entry."""
+    units = {}
+    for unit, entries in stage_units(stages).items():
+        merged: dict[int, tuple] = {}
+        for module, attribute, name in entries:
+            param = getattr(module, attribute)
+            merged.setdefault(id(param), (name, param, []))[2].append(Place(module, attribute))
+        units[unit] = list(merged.values())
+    return units
+
+
+def _stage_hooks(config: Config, zero: ZeroManager, stage: Stage, stages: list[Stage]) -> StageHooks:
+    """A unit read by two links of this rank (the tied weight) is reduced by the one whose backward comes last."""
+    first_reader: dict[str, object] = {}
+    for s in sorted(stages, key=lambda s: s.index):
+        for link in s.links:
+            for name in link.unit_names:
+                first_reader.setdefault(name, link)
+    links = [
+        LinkUnits(tuple(link.unit_names), tuple(n for n in link.unit_names if first_reader[n] is link))
+        for link in stage.links
+    ]
+    streams = config.zero.stage == 3 and config.zero.reshard_after == "forward"
+    return StageHooks(zero, stage.index, links, streams)
+
+
+def _wire_shape(config: Config, batch: Microbatch) -> tuple[int, int]:
+    rows = batch.rows // config.mesh.tp if config.sequence_parallel else batch.rows
+    return rows, config.model.hidden_size

@@ -1,0 +1,16 @@
+"""Start the rank server while pytest collects, and end it and all ranks with the session."""
+
+import pytest
+
+from tests.dist.pool import SERVER
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server import torch while the first tests start, if any collected test needs ranks."""
+    if any("/dist/" in item.path.as_posix() for item in session.items) and not session.config.option.collectonly:
+        SERVER.start()
+
+
+def pytest_sessionfinish() -> None:
+    """End all ranks, also after a failed or interrupted session."""
+    SERVER.stop()

@@ -1,0 +1,181 @@
+"""The layouts that must train the same weights as one device: settings over one small model, and the batches they train on.
+
+A layout is a line of `key=value` overrides of BASE, and the masks of its batches. The table covers every axis, alone and
+with each other; `test_layouts.py` says which combinations must be there. Everything is a pure function of names and steps,
+so ranks and the oracle make the same batches without sending them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import yaml
+
+IGNORE = -100
+SEQ_LEN = 16
+NUM_STEPS = 3
+
+BASE = {
+    "model": {
+        "family": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+        "vocab_size": 101, "max_seq_len": SEQ_LEN, "init_std": 0.1,
+    },
+    "batch": {"global_batch_size": 8, "micro_batch_size": 1, "seq_len": SEQ_LEN},
+    "precision": {"compute": "fp64"},
+    # eps far above roundings of gradients, else Adam blows those up; the clip acts in every step
+    "optimizer": {"name": "adamw", "eps": 1e-6, "weight_decay": 0.1, "clip_norm": 0.5},
+    "lr": {"peak": 1e-2, "schedule": "constant"},
+    "run": {"seed": 7, "steps": NUM_STEPS, "device": "cpu"},
+}  # fmt: skip
+
+GPT = "model.family=gpt model.num_kv_heads=4"
+SGD = "optimizer.name=sgd optimizer.momentum=0.5 lr.peak=0.1"
+INTERLEAVED = "pipeline.schedule=interleaved pipeline.virtual=2"
+EIGHT = "model.num_layers=8"
+DOCUMENTS = "data.document_mask=true data.eod_id=0"
+Masks = Literal["full", "uneven", "documents"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the table."""
+
+    overrides: str
+    masks: Masks = "uneven"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration as nested dicts."""
+        return with_overrides(BASE, self.overrides)
+
+    @property
+    def one_rank(self) -> dict[str, Any]:
+        """The same model, batch and optimizer with no parallelism, no ZeRO and no recompute."""
+        settings = self.settings
+        for section in ("mesh", "pipeline", "zero", "recompute", "overlap"):
+            settings.pop(section, None)
+        return settings
+
+    @property
+    def dp(self) -> tuple[int, int]:
+        """(replicate, shard)."""
+        dp = self.settings.get("mesh", {}).get("dp", 1)
+        return (dp["replicate"], dp["shard"]) if isinstance(dp, dict) else (1, dp)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        mesh = self.settings.get("mesh", {})
+        return mesh.get("pp", 1) * mesh.get("tp", 1) * self.dp[0] * self.dp[1]
+
+    @property
+    def has_dropout(self) -> bool:
+        """The oracle does not drop: compared with one rank of megalite instead."""
+        model = self.settings["model"]
+        return model.get("dropout", 0) > 0 or model.get("attention_dropout", 0) > 0
+
+
+def with_overrides(settings: dict[str, Any], overrides: str) -> dict[str, Any]:
+    """A copy of nested settings with dotted `key=value` words applied; values are YAML."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    for word in overrides.split():
+        key, value = word.split("=", 1)
+        *sections, last = key.split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[last] = yaml.safe_load(value)
+    return result
+
+
+LAYOUTS = {
+    "one-rank": Layout("", "full"),
+    "one-rank-micro2": Layout("batch.micro_batch_size=2"),
+    "one-rank-gpt-full-recompute": Layout(f"{GPT} recompute=full", "documents"),
+    # tp
+    "tp2": Layout("mesh.tp=2"),
+    "tp2-no-sp": Layout("mesh.tp=2 mesh.sequence_parallel=false"),
+    "tp2-tied": Layout("mesh.tp=2 model.tie_embeddings=true"),
+    "tp2-gpt-sgd": Layout(f"mesh.tp=2 {GPT} {SGD}"),
+    "tp2-gpt-no-sp-sgd": Layout(f"mesh.tp=2 mesh.sequence_parallel=false {GPT} {SGD}"),
+    "tp4-kv2": Layout("mesh.tp=4 batch.micro_batch_size=2"),
+    "tp4-kv2-no-sp-sgd": Layout(f"mesh.tp=4 mesh.sequence_parallel=false {SGD}"),
+    "tp4-kv1-selective": Layout("mesh.tp=4 model.num_kv_heads=1 recompute=selective", "documents"),
+    "tp4-gpt-full-recompute": Layout(f"mesh.tp=4 {GPT} recompute=full", "full"),
+    # dp and ZeRO
+    "dp2-zero0": Layout("mesh.dp=2 zero.stage=0"),
+    "dp2-zero1-micro2": Layout("mesh.dp=2 zero.stage=1 batch.micro_batch_size=2"),
+    "dp2-zero2": Layout("mesh.dp=2 zero.stage=2"),
+    "dp2-zero2-reduce-step-sgd": Layout(f"mesh.dp=2 zero.stage=2 zero.reduce_each=step {SGD}"),
+    "dp2-zero3-forward-gpt": Layout(f"mesh.dp=2 zero.stage=3 zero.reshard_after=forward {GPT}"),
+    "dp2-zero3-step": Layout("mesh.dp=2 zero.stage=3 zero.reshard_after=step zero.reduce_each=step"),
+    "dp4-zero1-reduce-microbatch": Layout("mesh.dp=4 zero.stage=1 zero.reduce_each=microbatch"),
+    "dp4-zero3-tied-sgd": Layout(f"mesh.dp=4 zero.stage=3 model.tie_embeddings=true {SGD}"),
+    "dp4-zero3-full-recompute": Layout("mesh.dp=4 zero.stage=3 recompute=full", "documents"),
+    "hsdp2x2-zero1": Layout("mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=1"),
+    "hsdp2x2-zero2-gpt": Layout(f"mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=2 {GPT}"),
+    "hsdp2x2-zero3-sgd": Layout(f"mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=3 {SGD}"),
+    "hsdp4x1-zero3": Layout("mesh.dp.replicate=4 mesh.dp.shard=1 zero.stage=3"),
+    # pp
+    "pp2-gpipe": Layout("mesh.pp=2 pipeline.schedule=gpipe"),
+    "pp2-1f1b-tied": Layout("mesh.pp=2 model.tie_embeddings=true"),
+    "pp2-1f1b-gpt-sgd": Layout(f"mesh.pp=2 {GPT} {SGD}"),
+    "pp2-uneven-stages": Layout("mesh.pp=2 pipeline.layers=[3,1] batch.micro_batch_size=2"),
+    "pp2-interleaved": Layout(f"mesh.pp=2 {INTERLEAVED}"),
+    "pp2-interleaved-tied-sgd": Layout(f"mesh.pp=2 {INTERLEAVED} model.tie_embeddings=true {SGD}"),
+    "pp2-virtual4-uneven": Layout(
+        f"mesh.pp=2 {EIGHT} pipeline.schedule=interleaved pipeline.virtual=4 pipeline.layers=[0,2,1,1,1,1,2,0]"
+    ),
+    "pp4-1f1b-6-microbatches": Layout("mesh.pp=4 batch.global_batch_size=6"),
+    "pp4-1f1b-2-microbatches": Layout("mesh.pp=4 batch.global_batch_size=2"),
+    "pp4-gpipe-3-microbatches-tied": Layout(
+        "mesh.pp=4 pipeline.schedule=gpipe batch.global_batch_size=3 model.tie_embeddings=true"
+    ),
+    "pp4-interleaved-full-recompute": Layout(f"mesh.pp=4 {EIGHT} {INTERLEAVED} recompute=full", "documents"),
+    # together
+    "pp2-tp2-tied-sgd": Layout(f"mesh.pp=2 mesh.tp=2 model.tie_embeddings=true {SGD}"),
+    "pp2-tp2-gpt-selective": Layout(f"mesh.pp=2 mesh.tp=2 {GPT} recompute=selective", "documents"),
+    "dp2-tp2-zero3": Layout("mesh.dp=2 mesh.tp=2 zero.stage=3", "documents"),
+    "dp2-tp2-zero2-no-sp-sgd": Layout(f"mesh.dp=2 mesh.tp=2 mesh.sequence_parallel=false zero.stage=2 {SGD}"),
+    "dp2-pp2-zero3-forward-interleaved": Layout(
+        f"mesh.dp=2 mesh.pp=2 {INTERLEAVED} zero.stage=3 zero.reshard_after=forward"
+    ),
+    "dp2-pp2-zero1-gpipe-sgd": Layout(f"mesh.dp=2 mesh.pp=2 pipeline.schedule=gpipe zero.stage=1 {SGD}"),
+    "dp2-pp2-tp2-zero3-interleaved": Layout(f"mesh.dp=2 mesh.pp=2 mesh.tp=2 {INTERLEAVED} zero.stage=3"),
+    "dp2-pp2-tp2-zero3-step-tied-sgd": Layout(
+        "mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 zero.reshard_after=step zero.reduce_each=step "
+        f"model.tie_embeddings=true {SGD}"
+    ),
+    "dp2-pp2-tp2-zero2-gpt-full-recompute": Layout(f"mesh.dp=2 mesh.pp=2 mesh.tp=2 {GPT} zero.stage=2 recompute=full"),
+    "hsdp2x2-tp2-zero3": Layout("mesh.dp.replicate=2 mesh.dp.shard=2 mesh.tp=2 zero.stage=3"),
+    "hsdp2x2-pp2-zero2-interleaved-sgd": Layout(
+        f"mesh.dp.replicate=2 mesh.dp.shard=2 mesh.pp=2 {INTERLEAVED} zero.stage=2 {SGD}"
+    ),
+    "pp2-tp4-kv2-tied": Layout("mesh.pp=2 mesh.tp=4 model.tie_embeddings=true"),
+    "pp4-tp2-interleaved-tied-sgd": Layout(f"mesh.pp=4 mesh.tp=2 {EIGHT} {INTERLEAVED} model.tie_embeddings=true {SGD}"),
+    "dp2-tp4-kv2-zero3-sgd": Layout(f"mesh.dp=2 mesh.tp=4 zero.stage=3 {SGD}"),
+    # dropout: compared with one rank of megalite
+    "dropout-dp2-micro2": Layout("mesh.dp=2 model.dropout=0.2 batch.micro_batch_size=2"),
+    "dropout-tp2-attention": Layout(f"mesh.tp=2 {GPT} model.dropout=0.1 model.attention_dropout=0.1"),
+    "dropout-dp2-pp2-tp2-zero3-full-recompute": Layout(
+        "mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 recompute=full model.dropout=0.1 model.attention_dropout=0.1"
+    ),
+    # float32
+    "fp32-tp2": Layout(f"mesh.tp=2 precision.compute=fp32 {SGD}"),
+    "fp32-dp2-pp2-tp2-zero3": Layout(f"mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 precision.compute=fp32 {SGD}"),
+}
+
+
+def global_batch(settings: dict[str, Any], masks: Masks, step: int) -> dict[str, torch.Tensor]:
+    """`tokens` and `labels` (B, S), and `documents` when they mask, of one step's whole global batch."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    B, V = settings["batch"]["global_batch_size"], settings["model"]["vocab_size"]
+    stream = torch.randint(V, (B, SEQ_LEN + 1), generator=generator)
+    batch = {"tokens": stream[:, :-1].contiguous(), "labels": stream[:, 1:].clone()}
+    if masks != "full":
+        for sample in range(B):  # from every label trained to none at all, so that microbatches weigh differently
+            batch["labels"][sample, SEQ_LEN - SEQ_LEN * sample // max(B - 1, 1) :] = IGNORE
+    if masks == "documents":
+        ends = torch.rand(B, SEQ_LEN, generator=generator) < 0.2
+        batch["documents"] = ends.cumsum(1).to(torch.int32)
+    return batch

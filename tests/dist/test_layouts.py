@@ -1,0 +1,155 @@
+"""Layout invariance: every layout of the table trains the same weights as one device.
+
+Loss, gradient norm before clipping, every gathered gradient and the weights after each of three steps equal the oracle
+(`tests/reference_gpt.py`), starting from megalite's own initial weights, which must be the same bits in every layout. Layouts with
+dropout equal one rank of megalite, whose dropout is another test's business.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.batch import Microbatch
+from megalite.config.load import check
+from megalite.config.schema import Config
+from megalite.train.build import build, sizes_of
+from megalite.train.logical import full_grads, full_params
+from megalite.train.step import train_step
+from tests import reference_gpt as oracle
+from tests.dist.layouts import LAYOUTS, NUM_STEPS, Layout, Masks, global_batch
+from tests.dist.pool import mesh_for, run_ranks
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+FLOOR = 1e-3
+"""A gradient far below the largest of all is compared on the scale of this times the largest: it may be zero but for
+roundings, as that of k's bias is without rope."""
+
+
+def run_layout(rank: int, world: int, settings: dict[str, Any], masks: Masks) -> dict[str, Any]:
+    """Train NUM_STEPS steps; whole tensors come from the last rank only, scalars from all."""
+    config = check(settings, {}, name="layout")
+    kv_replicas = max(1, config.mesh.tp // config.model.num_kv_heads)
+    trainer = build(config, mesh_for(sizes_of(config), kv_replicas=kv_replicas))
+    result: dict[str, Any] = {"initial": full_params(trainer), "scalars": [], "grads": [], "params": []}
+    for step in range(NUM_STEPS):
+        batches = own_microbatches(config, trainer.mesh.dp.rank, global_batch(settings, masks, step), step)
+        done = train_step(trainer, batches, lr=config.lr.peak)
+        assert not done.skipped
+        result["scalars"].append((done.loss, done.grad_norm, done.valid_tokens))
+        result["grads"].append(full_grads(trainer))
+        result["params"].append(full_params(trainer))
+    return result if rank == world - 1 else {"scalars": result["scalars"]}
+
+
+def own_microbatches(config: Config, dp_rank: int, batch: dict[str, Tensor], step: int) -> list[Microbatch]:
+    """This dp rank's share of a global batch."""
+    size = config.batch.micro_batch_size
+    first = dp_rank * config.batch.num_microbatches * size
+    return [
+        Microbatch(**{name: value[start : start + size] for name, value in batch.items()}, sample_start=start, step=step)
+        for start in range(first, first + config.batch.num_microbatches * size, size)
+    ]
+
+
+def run(settings: dict[str, Any], world: int, masks: Masks) -> dict[str, Any]:
+    """The last rank's results, after all ranks agreed on the scalars to the bit."""
+    results = run_ranks(world, run_layout, settings, masks)
+    for result in results:
+        assert result["scalars"] == results[-1]["scalars"]
+    return results[-1]
+
+
+def oracle_run(layout: Layout, initial: dict[str, Tensor]) -> dict[str, Any]:
+    """The same steps by the oracle, in float64; its gradients scaled by the clip factor, as a trainer holds them."""
+    settings = layout.settings
+    batches = [global_batch(settings, layout.masks, step) for step in range(NUM_STEPS)]
+    steps = oracle.train_steps(
+        {name: value.double() for name, value in initial.items()},
+        oracle.resolve(**settings["model"]),
+        batches,
+        optimizer=settings["optimizer"],
+        lrs=[settings["lr"]["peak"]] * NUM_STEPS,
+    )
+    factors = [settings["optimizer"]["clip_norm"] / (step.grad_norm + 1e-6) for step in steps]
+    assert max(factors) < 1, "the clip must act, else a wrong norm goes unseen"
+    return {
+        "scalars": [
+            (step.loss, step.grad_norm, int((batch["labels"] != oracle.IGNORE).sum()))
+            for step, batch in zip(steps, batches, strict=True)
+        ],
+        "grads": [{k: v * f for k, v in step.grads.items()} for step, f in zip(steps, factors, strict=True)],
+        "params": [step.params for step in steps],
+    }
+
+
+@pytest.fixture(scope="module")
+def initial_weights() -> dict[str, dict[str, Tensor]]:
+    """Initial weights of the one-rank run of each model, made once."""
+    return {}
+
+
+def differences(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> list[str]:
+    """What differs by more than `tolerance` relative to its largest element, in the order of the steps."""
+    found = []
+    for step in range(NUM_STEPS):
+        for what, a, e in zip(("loss", "grad_norm", "tokens"), actual["scalars"][step], expected["scalars"][step], strict=True):
+            if not abs(a - e) <= tolerance * abs(e):
+                found.append(f"step {step} {what}: {a!r}, expected {e!r}")
+        for kind in ("grads", "params"):
+            a, e = actual[kind][step], expected[kind][step]
+            if set(a) != set(e):
+                return [*found, f"step {step} {kind}: names differ: {sorted(set(a) ^ set(e))}"]
+            floor = FLOOR * max(value.abs().max().item() for value in e.values())
+            errors = {k: ((a[k].double() - e[k]).abs().max() / e[k].abs().max().clamp(min=floor)).item() for k in e}
+            found += [f"step {step} {kind} {k}: relative error {v:.2e}" for k, v in errors.items() if not v <= tolerance]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_device(name: str, initial_weights: dict):
+    layout = LAYOUTS[name]
+    actual = run(layout.settings, layout.world, layout.masks)
+    model = repr((sorted(layout.settings["model"].items()), layout.settings["precision"]))
+    if layout.has_dropout:
+        expected = run(layout.one_rank, 1, layout.masks)
+        initial_weights[model] = expected["initial"]
+        without = layout.one_rank | {"model": layout.one_rank["model"] | {"dropout": 0.0, "attention_dropout": 0.0}}
+        undropped = run(without, 1, layout.masks)
+        assert abs(expected["scalars"][0][0] - undropped["scalars"][0][0]) > 1e-6, "dropout did nothing"
+    elif model not in initial_weights:
+        initial_weights[model] = run(layout.one_rank, 1, layout.masks)["initial"]
+    initial = initial_weights[model]
+    assert set(initial) == set(oracle.logical_shapes(oracle.resolve(**layout.settings["model"])))
+    for key, value in initial.items():
+        assert torch.equal(actual["initial"][key], value), f"initial {key}"
+    expected = expected if layout.has_dropout else oracle_run(layout, initial)
+    found = differences(actual, expected, TOLERANCE[layout.settings["precision"]["compute"]])
+    assert not found, "\n".join(found[:12])
+
+
+def test_the_table_covers_every_axis_alone_and_together():
+    seen = set()
+    for layout in LAYOUTS.values():
+        config = check(layout.settings, {}, name="layout")
+        mesh, zero = config.mesh, config.zero
+        seen |= {f"tp{mesh.tp}", f"pp{mesh.pp}", f"dp{layout.dp[0] * layout.dp[1]}", f"virtual{config.pipeline.virtual}"}
+        seen |= {config.pipeline.schedule, f"micro{config.batch.micro_batch_size}", config.recompute, layout.masks}
+        seen |= {config.model.family, config.optimizer.name, f"tied-{config.model.tie_embeddings}-pp{mesh.pp}"}
+        seen |= {f"zero{zero.stage}-tp{min(mesh.tp, 2)}-pp{min(mesh.pp, 2)}"}
+        seen |= {f"zero{zero.stage}-{zero.reduce_each}"} | ({zero.reshard_after} if zero.stage == 3 else set())
+        seen |= {"kv < tp"} if config.model.num_kv_heads < mesh.tp else set()
+        seen |= {"no sp"} if mesh.tp > 1 and not mesh.sequence_parallel else set()
+        seen |= {"vocab padded"} if config.model.vocab_size % mesh.tp else set()
+        seen |= {f"hsdp-zero{zero.stage}"} if layout.dp[0] > 1 and layout.dp[1] > 1 else set()
+        seen |= {"few"} if config.batch.num_microbatches < mesh.pp else set()
+        seen |= {"odd"} if config.batch.num_microbatches % mesh.pp else set()
+    wanted = {f"{axis}{size}" for axis in ("tp", "pp", "dp", "virtual") for size in (1, 2, 4)}
+    wanted |= {"gpipe", "1f1b", "interleaved", "micro1", "micro2", "none", "selective", "full", "uneven", "documents"}
+    wanted |= {"gpt", "llama", "adamw", "sgd", "tied-True-pp1", "tied-True-pp2", "tied-True-pp4", "tied-False-pp2"}
+    wanted |= {"zero0-tp1-pp1", "zero1-tp2-pp2", "zero2-tp2-pp2", "zero3-tp2-pp1", "zero3-tp1-pp2", "zero3-tp2-pp2"}
+    wanted |= {"zero1-step", "zero1-microbatch", "zero2-step", "zero2-microbatch", "zero3-step", "zero3-microbatch"}
+    wanted |= {"forward", "microbatch", "step", "kv < tp", "no sp", "vocab padded", "few", "odd"}
+    wanted |= {"hsdp-zero1", "hsdp-zero2", "hsdp-zero3"}
+    assert wanted <= seen, wanted - seen
