@@ -1,6 +1,6 @@
 """Build of the optional extension `megalite._C` from csrc/, with ninja.
 
-Host parts (*.cpp) are always tried; CUDA parts (*.cu, with a static cudart, for sm_80 and sm_90a) when there is an nvcc.
+Host parts (*.cpp) are always tried; CUDA parts (*.cu, static cudart, sm_80 and sm_90a) when there is an nvcc.
 Nothing here can block an install: what was built, and why not, goes to megalite/_build_info.json and is printed.
 There are no lock files: ninja rebuilds whatever a killed build left half done. CXX, NVCC and CUDA_HOME are honoured.
 """

@@ -16,6 +16,8 @@ import typer
 from typer import Argument, Option
 
 EXIT_FAILED, EXIT_USER = 1, 2
+CLICK_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt; older ones raise Abort."""
 UsageError = typer.BadParameter.__base__
 """Wrong options: click's class, or that of the copy of click inside newer typer."""
 
@@ -164,16 +166,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = app(args=arguments, prog_name="megalite", standalone_mode=False)
         sys.stdout.flush()
+        if code == CLICK_INTERRUPTED:
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except BrokenPipeError:  # the reader of our output has left, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return EXIT_FAILED
     except Exception as error:
         _print_error(error)
         return _exit_code(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_FAILED
 
 
 def _exit_code(error: BaseException) -> int:

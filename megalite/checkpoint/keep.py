@@ -10,12 +10,12 @@ import shutil
 from pathlib import Path
 
 from megalite.checkpoint.exchange import exchange
-from megalite.checkpoint.manifest import MANIFEST, STEP_DIR, CheckpointError, check_sizes, read_manifest
+from megalite.checkpoint.manifest import MANIFEST, STEP_DIR, CheckpointError, check_sizes, read_manifest, step_name
 from megalite.mesh import Group
 from megalite.observe.log import get_logger
 
 _OLD_DIR = re.compile(r"\.old-(step_\d{8,})")
-_TEMPORARY_DIR = re.compile(r"\.tmp-step_\d{8,}")
+_TEMPORARY_DIR = re.compile(r"\.tmp-(deleted-)?step_\d{8,}")
 
 
 def latest(root: Path | str) -> Path | None:
@@ -98,7 +98,7 @@ def recover(root: Path) -> None:
     for path in _children(root):
         if _TEMPORARY_DIR.fullmatch(path.name):
             get_logger().info("removing %s, left by a save that did not finish", path)
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         elif old := _OLD_DIR.fullmatch(path.name):
             if (root / old.group(1)).exists():
                 _delete(path)
@@ -119,9 +119,11 @@ def _step_of(path: Path) -> int:
 
 
 def _delete(path: Path) -> None:
-    """Delete so that a death half-way leaves nothing that looks complete: the manifest goes first."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
+    """Delete so that a death half-way leaves nothing that looks complete, but something that `recover` deletes."""
+    doomed = path.with_name(f".tmp-deleted-{step_name(_step_of(path))}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def _set_aside(path: Path) -> None:

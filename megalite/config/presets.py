@@ -30,4 +30,4 @@ def find_config(name: str, *, beside: Path | None = None) -> Path:
 
 def near_names(name: str, known: list[str]) -> list[str]:
     """The known names that `name` may be a typing error of, best first."""
-    return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return difflib.get_close_matches(name, known, n=3, cutoff=0.65)

@@ -243,11 +243,6 @@ def _optimizer(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _lr(lr: Lr, steps: int) -> Iterator[str]:
-    if lr.warmup_steps > steps:
-        yield (
-            f"lr.warmup_steps={lr.warmup_steps} is above run.steps={steps}; use lr.warmup_steps={steps} or less, "
-            "or raise run.steps"
-        )
     if lr.schedule == "constant":
         why = "with lr.schedule=constant"
         yield from _unused(lr, "lr", {"min_ratio": why, "decay_steps": why})

@@ -51,7 +51,7 @@ def read_file(path: Path, *, seen: tuple[Path, ...] = ()) -> Tree:
         raise SourceError(f"{path}: extends must be one file or preset; use extends: other.yaml")
     base_path = find_config(base.value, beside=path.parent)
     if not base_path.is_file():
-        raise SourceError(f"{base.origin}: extends={base.value}: {_not_found(base_path, base.value)}")
+        raise SourceError(f"{base.origin}: extends={base.value}: {_no_such_file(base.value)}")
     return merge(read_file(base_path, seen=(*seen, path.resolve())), tree)
 
 
@@ -74,16 +74,16 @@ def read_text(path: Path) -> str:
             raise SourceError(f"{path}: {path.stat().st_size} bytes is too large for a config; give a YAML file")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        raise SourceError(_not_found(path, str(path))) from None
+        raise SourceError(f"{path}: {_no_such_file(str(path))}") from None
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: byte {error.start} is not UTF-8; give a YAML text file") from None
     except OSError as error:
         raise SourceError(f"{path}: can't be read: {error.strerror}") from None
 
 
-def _not_found(path: Path, name: str) -> str:
+def _no_such_file(name: str) -> str:
     near = near_names(Path(name).stem, preset_names()) or preset_names()
-    return f"{path}: no such file; give a YAML file or a preset ({', '.join(near)})"
+    return f"no such file; give a YAML file or a preset ({', '.join(near)})"
 
 
 def parse(text: str, *, name: str) -> Tree:

@@ -1,8 +1,8 @@
 """Which corpus a sample comes from when several are blended: Megatron's greedy rule.
 
 Sample k goes to the corpus that is furthest behind its share, argmax_i (w_i * max(k, 1) - count_i), the lowest index on
-ties. The first n choices do not depend on how many follow, so a longer run keeps them; every share is within one sample
-of its target; a corpus with a tiny weight may never be drawn. A corpus that is used up starts its next epoch.
+ties. The first n choices do not depend on how many follow, so a longer run keeps them. No corpus is ever a whole sample
+ahead of its share; even one with a tiny weight is drawn early, once. A corpus that is used up starts its next epoch.
 """
 
 import numpy as np

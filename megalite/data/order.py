@@ -10,6 +10,7 @@ Permutations sort raw Philox words: numpy keeps the words from version to versio
 
 import hashlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,25 +32,26 @@ def sample_index(lengths: np.ndarray, order: np.ndarray, seq_len: int) -> np.nda
 
     Args:
         lengths: (D,) tokens of each document.
-        order:   (E,) documents in the order of the stream; a document may come more than once.
+        order:   (E,) documents in the order of the stream; together they must hold a sample, seq_len + 1 tokens.
 
     Returns:
         (n + 1, 2) int64: position in `order` and token offset in that document, of n samples and of the last one's end.
     """
     module = native.load()
-    if module is not None and lengths.max(initial=0) < 2**31:
-        return module.sample_index(lengths.astype(np.int32), order.astype(np.int64), seq_len)
-    return sample_index_numpy(lengths, order, seq_len)
+    if module is None or lengths.max() >= 2**31:  # the compiled one takes lengths as Megatron stores them
+        return sample_index_numpy(lengths, order, seq_len)
+    return module.sample_index(lengths.astype(np.int32), order.astype(np.int64), seq_len)
 
 
 def sample_index_numpy(lengths: np.ndarray, order: np.ndarray, seq_len: int) -> np.ndarray:
     """`sample_index` without the compiled module; the same numbers."""
     taken = lengths[order].astype(np.int64)
     ends = np.cumsum(taken)
-    num_samples = max(int(ends[-1]) - 1, 0) // seq_len if len(ends) else 0
+    num_samples = (int(ends[-1]) - 1) // seq_len
+    assert num_samples > 0, "a stream without a sample is refused when the corpus is opened"
     boundaries = np.arange(num_samples + 1, dtype=np.int64) * seq_len
     at = np.searchsorted(ends, boundaries, side="right")
-    return np.stack([at, boundaries - (ends - taken)[at]], axis=1) if num_samples else np.zeros((1, 2), np.int64)
+    return np.stack([at, boundaries - (ends - taken)[at]], axis=1)
 
 
 def split_pieces(corpus: Indexed, split: tuple[float, float, float], part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +69,7 @@ def split_pieces(corpus: Indexed, split: tuple[float, float, float], part: str) 
     shares = np.cumsum([0.0, *split]) / sum(split)
     number = SPLITS.index(part)
     bounds = [round(float(share) * corpus.num_documents) for share in shares]
-    if all(b > a for a, b, share in zip(bounds, bounds[1:], split, strict=False) if share > 0):
+    if all(b > a for (a, b), share in zip(pairwise(bounds), split, strict=True) if share > 0):
         own = corpus.document_starts[bounds[number] : bounds[number + 1] + 1]
         return own[:-1], np.diff(own)
     first, last = (round(float(shares[n]) * corpus.num_tokens) for n in (number, number + 1))

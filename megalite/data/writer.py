@@ -1,7 +1,8 @@
 """Writer of indexed datasets: streams tokens to a temporary file and takes the final names only when complete.
 
 A kill at any moment leaves either the old corpus, or none (the .idx is the last to appear), never a mixture that reads
-as valid. Several processes may write the same content at once: each has its own temporary names.
+as valid. Several processes may make the same new corpus at once: each has its own temporary names, and none removes
+what another has completed. (Replacing an *old* corpus is for one process: its index goes before the new one comes.)
 """
 
 import filecmp
@@ -37,6 +38,10 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _all_equal(files: dict[Path, bytes]) -> bool:
+    return all(path.exists() and path.read_bytes() == data for path, data in files.items())
 
 
 class IndexedWriter:
@@ -85,9 +90,10 @@ class IndexedWriter:
         self._bin.flush()
         os.fsync(self._bin.fileno())
         extra = extra or {}
-        same = idx.exists() and filecmp.cmp(idx, new_idx, shallow=False)
-        if not same or any(path.exists() and path.read_bytes() != data for path, data in extra.items()):
-            idx.unlink(missing_ok=True)  # an old index must not be seen beside new tokens
+        # An old index must not be seen beside new tokens. Where there was none, one that has appeared since is a faster
+        # process' same corpus, perhaps being read already: it stays.
+        if idx.exists() and not (filecmp.cmp(idx, new_idx, shallow=False) and _all_equal(extra)):
+            idx.unlink(missing_ok=True)
         Path(self._bin.name).replace(bin_)
         for path, data in extra.items():
             write_atomic(path, data)

@@ -1,7 +1,7 @@
 """`megalite launch`: the ranks of this node as child processes, or the text of a SLURM job.
 
-Each rank runs `python -m megalite train ...` with torchrun's variables. The meeting point (a TCPStore) is held by the launcher
-of node 0, on a port that it keeps from the start, so no other program can take the port between choosing and using it.
+Each rank runs `python -m megalite train ...` with torchrun's variables. The meeting point (a TCPStore) is held by the
+launcher of node 0, on a port that it keeps from the start, so no other program can take it between choosing and using.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """From the ends of all ranks to one exit code and one message about the failure that came first.
 
 First means: the earliest moment at which it can have happened. A recorded exception carries its time; a rank that ended
-without a word failed no earlier than it was last seen alive. Errors about lost connections count only when there is no other,
-since they follow from another rank's end.
+without a word failed no earlier than it was last seen alive. Errors about lost connections count only when there is no
+other, since they follow from another rank's end.
 """
 
 import re
@@ -16,8 +16,8 @@ from megalite.launch.children import Child
 from megalite.launch.errors import RankError, read_errors
 
 FOLLOWS = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError|remote process exited"
-    r"|socket timeout|store.*timed? ?out|Timed out waiting .*ms for (recv|send)",
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError"
+    r"|remote process exited|socket timeout|store.*timed? ?out|Timed out waiting .*ms for (recv|send)",
     re.IGNORECASE,
 )
 

@@ -1,6 +1,6 @@
 """The text of an sbatch script for a config: one task per rank, saved and queued again before the time limit.
 
-SLURM sends USR1 to the script 120 s before the end; the script passes it to the ranks, which save and exit with 3; exit code 3
+SLURM sends USR1 to the script 120 s before the end; the script passes it to the ranks, which save and exit with 3; that
 queues the job again, and checkpoint.resume=auto goes on from there.
 """
 

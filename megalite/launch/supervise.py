@@ -1,8 +1,8 @@
 """Run all ranks of this node to their end, and say in one message which one failed first and why.
 
-Not torchrun's agent: that one leaves orphans when it is killed, waits 30 s before it kills, and reports with a banner; with
-no restarts nothing else of it is needed. Ranks see the same variables as under torchrun. A rank that fails (any exit code
-but 0 and 3) ends the job within `settle_s + grace_s`; signals are forwarded, a second one kills.
+Not torchrun's agent: that one leaves orphans when it is killed, waits 30 s before it kills, and reports with a banner;
+with no restarts nothing else of it is needed. Ranks see the same variables as under torchrun. A rank that fails (any
+exit code but 0 and 3) ends the job within `settle_s + grace_s`; signals are forwarded, a second one kills.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ STOPPED = 3
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the others may go on: after a failure until SIGTERM, from there until SIGKILL, and after a stop signal."""
+    """How long ranks may go on: after a failure until SIGTERM, from there until SIGKILL, and after a stop signal."""
 
     settle_s: float = 2.0
     grace_s: float = 3.0

@@ -3,6 +3,8 @@
 Memory: the whole model on each rank; a checkpoint is the way for large ones.
 """
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +28,7 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
 def gather_logical(trainer: Trainer, pieces: list[Piece]) -> dict[str, Tensor]:
     """Assemble the pieces of all ranks; each element comes from the one rank that counts it.
 
-    Communication: one all-reduce of each logical tensor over all ranks.
+    Communication: one all-reduce of the whole model over all ranks.
     """
     world = trainer.mesh.world
     own = {p.part.name: p.part.global_shape for p in pieces}
@@ -36,11 +38,12 @@ def gather_logical(trainer: Trainer, pieces: list[Piece]) -> dict[str, Tensor]:
         dist.all_gather_object(gathered, own, group=world.pg)
     shapes = dict(sorted((name, shape) for shapes in gathered for name, shape in shapes.items()))
     main = trainer.zero.policy.main
-    full = {name: torch.zeros(shape, dtype=main, device=trainer.mesh.device) for name, shape in shapes.items()}
+    packed = torch.zeros(sum(prod(shape) for shape in shapes.values()), dtype=main, device=trainer.mesh.device)
+    flats = packed.split([prod(shape) for shape in shapes.values()])
+    full = {name: flat.view(shape) for flat, (name, shape) in zip(flats, shapes.items(), strict=True)}
     for piece in pieces if trainer.zero.owns_replica else []:
         _place(full[piece.part.name], piece)
-    for tensor in full.values():
-        all_reduce(tensor, world, site="logical")
+    all_reduce(packed, world, site="logical")
     return full
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from megalite.checkpoint.load import load
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.save import save
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Lr
+from megalite.optim.lr import check_resume
 from megalite.optim.norm import counted
 from megalite.train.build import Trainer
 
@@ -49,10 +50,14 @@ def load_state(trainer: Trainer, directory: Path) -> int:
         CheckpointError: the checkpoint is broken or is of another model, optimizer or batch size.
     """
     meta = load(directory, trainer.optimizer.pieces(), group=trainer.mesh.world)
-    _check_cursor(trainer.config, meta, directory)
+    config = trainer.config
+    _check_cursor(config, meta, directory)
+    step = int(meta["samples"]) // config.batch.global_batch_size
+    saved = meta["config"]
+    check_resume(Lr(**saved["lr"]), config.lr, step=step, saved_steps=saved["run"]["steps"], steps=config.run.steps)
     trainer.optimizer.step_count = int(meta["updates"])
     trainer.zero.updated()
-    return int(meta["samples"]) // trainer.config.batch.global_batch_size
+    return step
 
 
 def _check_cursor(config: Config, meta: dict[str, Any], directory: Path) -> None:

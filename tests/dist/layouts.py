@@ -1,8 +1,8 @@
-"""The layouts that must train the same weights as one device: settings over one small model, and the batches they train on.
+"""The layouts that must train the same weights as one device: settings over one small model, and their batches.
 
-A layout is a line of `key=value` overrides of BASE, and the masks of its batches. The table covers every axis, alone and
-with each other; `test_layouts.py` says which combinations must be there. Everything is a pure function of names and steps,
-so ranks and the oracle make the same batches without sending them.
+A layout is a line of `key=value` overrides of BASE, and the masks of its batches. The table covers every axis, alone
+and with each other; `test_layouts.py` says which combinations must be there. Everything is a pure function of names and
+steps, so ranks and the oracle make the same batches without sending them.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,9 @@ BASE = {
 }  # fmt: skip
 
 GPT = "model.family=gpt model.num_kv_heads=4"
-SGD = "optimizer.name=sgd optimizer.momentum=0.5 lr.peak=0.1"
+SGD = "optimizer.name=sgd optimizer.eps=null optimizer.momentum=0.5 lr.peak=0.1"
 INTERLEAVED = "pipeline.schedule=interleaved pipeline.virtual=2"
 EIGHT = "model.num_layers=8"
-DOCUMENTS = "data.document_mask=true data.eod_id=0"
 Masks = Literal["full", "uneven", "documents"]
 
 
@@ -76,7 +75,7 @@ class Layout:
 
 
 def with_overrides(settings: dict[str, Any], overrides: str) -> dict[str, Any]:
-    """A copy of nested settings with dotted `key=value` words applied; values are YAML."""
+    """A copy of nested settings with dotted `key=value` words applied; values are YAML, null leaves the key out."""
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
     for word in overrides.split():
         key, value = word.split("=", 1)
@@ -85,6 +84,8 @@ def with_overrides(settings: dict[str, Any], overrides: str) -> dict[str, Any]:
         for section in sections:
             target = target.setdefault(section, {})
         target[last] = yaml.safe_load(value)
+        if target[last] is None:
+            del target[last]
     return result
 
 
@@ -109,7 +110,7 @@ LAYOUTS = {
     "dp2-zero2-reduce-step-sgd": Layout(f"mesh.dp=2 zero.stage=2 zero.reduce_each=step {SGD}"),
     "dp2-zero3-forward-gpt": Layout(f"mesh.dp=2 zero.stage=3 zero.reshard_after=forward {GPT}"),
     "dp2-zero3-step": Layout("mesh.dp=2 zero.stage=3 zero.reshard_after=step zero.reduce_each=step"),
-    "dp4-zero1-reduce-microbatch": Layout("mesh.dp=4 zero.stage=1 zero.reduce_each=microbatch"),
+    "dp4-zero2": Layout("mesh.dp=4 zero.stage=2"),
     "dp4-zero3-tied-sgd": Layout(f"mesh.dp=4 zero.stage=3 model.tie_embeddings=true {SGD}"),
     "dp4-zero3-full-recompute": Layout("mesh.dp=4 zero.stage=3 recompute=full", "documents"),
     "hsdp2x2-zero1": Layout("mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=1"),
@@ -152,7 +153,9 @@ LAYOUTS = {
         f"mesh.dp.replicate=2 mesh.dp.shard=2 mesh.pp=2 {INTERLEAVED} zero.stage=2 {SGD}"
     ),
     "pp2-tp4-kv2-tied": Layout("mesh.pp=2 mesh.tp=4 model.tie_embeddings=true"),
-    "pp4-tp2-interleaved-tied-sgd": Layout(f"mesh.pp=4 mesh.tp=2 {EIGHT} {INTERLEAVED} model.tie_embeddings=true {SGD}"),
+    "pp4-tp2-interleaved-tied-sgd": Layout(
+        f"mesh.pp=4 mesh.tp=2 {EIGHT} {INTERLEAVED} model.tie_embeddings=true {SGD}"
+    ),
     "dp2-tp4-kv2-zero3-sgd": Layout(f"mesh.dp=2 mesh.tp=4 zero.stage=3 {SGD}"),
     # dropout: compared with one rank of megalite
     "dropout-dp2-micro2": Layout("mesh.dp=2 model.dropout=0.2 batch.micro_batch_size=2"),

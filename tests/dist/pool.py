@@ -39,7 +39,10 @@ class RankError(AssertionError):
 
     def __init__(self, title: str, ranks: dict[int, str]):
         self.ranks = ranks
-        super().__init__("\n".join([title, *(f"--- rank {rank} {ranks[rank]}" for rank in sorted(ranks))]))
+        same: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            same.setdefault(ranks[rank], []).append(rank)
+        super().__init__("\n".join([title, *(f"--- rank {who} {text}" for text, who in same.items())]))
 
 
 def run_ranks(world: int, fn: Callable, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -50,7 +53,7 @@ def run_ranks(world: int, fn: Callable, *args: Any, timeout_s: float = 60.0) -> 
     """
     if "<" in fn.__qualname__:
         raise ValueError(f"{fn.__qualname__} can't be imported by the ranks; define it at module level")
-    return SERVER.pool(world).run(fn, args, timeout_s)
+    return SERVER.pool(world, fn.__module__).run(fn, args, timeout_s)
 
 
 class Server:
@@ -91,14 +94,14 @@ class Server:
         self.process = None
         atexit.unregister(self.stop)
 
-    def pool(self, world: int) -> "Pool":
-        """The pool of that size, forked now if there is none."""
+    def pool(self, world: int, module: str) -> "Pool":
+        """The pool of that size, forked now if there is none, after an import of the module that it first needs."""
         self.start()
         if world not in self.pools:
             directory = Path(self.directory.name) / f"pool{self.num_pools}"
             directory.mkdir()
             self.num_pools += 1
-            self.control.send(("fork", world, str(directory)))
+            self.control.send(("fork", world, str(directory), module, sys.path))
             pids = self.answer()
             connections = [Connection(recv_handle(self.control)) for _ in pids]
             self.pools[world] = Pool(self, pids, connections, directory)
@@ -188,7 +191,7 @@ def _split(answer: bytes) -> tuple[bytes, Any]:
 
 SERVER = Server()
 
-_MESHES: OrderedDict[tuple[Sizes, int], Mesh] = OrderedDict()
+KEPT_MESHES: OrderedDict[tuple[Sizes, int], Mesh] = OrderedDict()
 
 
 def mesh_for(sizes: Sizes, kv_replicas: int = 1) -> Mesh:
@@ -198,13 +201,15 @@ def mesh_for(sizes: Sizes, kv_replicas: int = 1) -> Mesh:
     are destroyed when a rank would hold more than MAX_MESHES.
     """
     key = (sizes, kv_replicas)
-    if key not in _MESHES:
-        while len(_MESHES) >= MAX_MESHES:
-            _destroy(_MESHES.popitem(last=False)[1])
-        _MESHES[key] = build_mesh(sizes, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S, kv_replicas=kv_replicas)
-    _MESHES.move_to_end(key)
-    _MESHES[key].ledger.reset()
-    return _MESHES[key]
+    if key not in KEPT_MESHES:
+        while len(KEPT_MESHES) >= MAX_MESHES:
+            _destroy(KEPT_MESHES.popitem(last=False)[1])
+        KEPT_MESHES[key] = build_mesh(
+            sizes, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S, kv_replicas=kv_replicas
+        )
+    KEPT_MESHES.move_to_end(key)
+    KEPT_MESHES[key].ledger.reset()
+    return KEPT_MESHES[key]
 
 
 def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:

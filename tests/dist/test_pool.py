@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.mesh import Sizes
-from tests.dist.pool import MAX_MESHES, RankError, mesh_for, process_groups, run_ranks
+from tests.dist.pool import KEPT_MESHES, MAX_MESHES, RankError, mesh_for, process_groups, run_ranks
 
 
 def sum_of_ranks(rank: int, world: int, scale: int) -> tuple[int, torch.Tensor, int]:
@@ -34,9 +34,13 @@ def planted_hang(rank: int, world: int) -> None:
         time.sleep(60)
 
 
-def groups_after_many_meshes(rank: int, world: int) -> tuple[int, int]:
-    num_default = len(dist.distributed_c10d._world.pg_map)
-    meshes = []
+def num_other_groups() -> int:
+    kept = sum(len(process_groups(mesh)) for mesh in KEPT_MESHES.values())
+    return len(dist.distributed_c10d._world.pg_map) - kept
+
+
+def use_many_meshes(rank: int, world: int) -> None:
+    others = num_other_groups()
     all_sizes = [Sizes(tp=4), Sizes(dp_shard=4), Sizes(pp=4), Sizes(dp_replicate=2, tp=2), Sizes(pp=2, tp=2)]
     for sizes in 2 * [*all_sizes, Sizes(pp=2, dp_shard=2), Sizes(dp_replicate=2, dp_shard=2)]:
         mesh = mesh_for(sizes, kv_replicas=sizes.tp)
@@ -46,9 +50,8 @@ def groups_after_many_meshes(rank: int, world: int) -> tuple[int, int]:
         dist.all_reduce(x, group=mesh.world.pg)
         assert x.item() == world
         assert mesh_for(sizes, kv_replicas=sizes.tp) is mesh
-        meshes.append(mesh)
-    kept = sum(len(process_groups(mesh)) for mesh in meshes[-MAX_MESHES:])
-    return len(dist.distributed_c10d._world.pg_map) - num_default, kept
+        assert len(KEPT_MESHES) <= MAX_MESHES
+        assert num_other_groups() == others
 
 
 def test_results_and_reuse():
@@ -89,5 +92,4 @@ def test_a_function_that_ranks_cannot_import_is_refused():
 
 
 def test_only_the_groups_of_the_last_meshes_are_kept():
-    for num_groups, num_kept in run_ranks(4, groups_after_many_meshes):
-        assert num_groups == num_kept
+    run_ranks(4, use_many_meshes)

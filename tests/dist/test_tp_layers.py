@@ -15,6 +15,7 @@ from tests.unit.model_tools import (
     LLAMA,
     assemble,
     boxes,
+    jitter,
     make_batch,
     make_config,
     make_stages,
@@ -37,7 +38,7 @@ MODELS = {
 
 
 def reduce_replicated(params, mesh) -> None:
-    """What the trainer does once per step: sum partial gradients of replicated parts over the group that tp_reduce names."""
+    """What the trainer does once per step: sum partial gradients of replicated parts over the group of tp_reduce."""
     for param in params:
         row = 0
         for part in param.spec.parts:
@@ -51,6 +52,7 @@ def train_rank(rank: int, world: int, config, full_recompute: bool = False):
     """Losses, parameters and reduced gradients of this rank's boxes, and the padding of both."""
     mesh = mesh_for(Sizes(tp=config.mesh.tp), config.kv_replicas)
     stages = make_stages(config, mesh)
+    jitter(stages)
     set_main_grads(stages, torch.float64)
     losses = run(stages, make_batch(config, start=5), full_recompute=full_recompute)
     reduce_replicated(params_of(stages), mesh)
@@ -63,6 +65,7 @@ def train_rank(rank: int, world: int, config, full_recompute: bool = False):
 def train_alone(config):
     """The same on one rank without tp."""
     stages = make_stages(config, single_device_mesh())
+    jitter(stages)
     set_main_grads(stages, torch.float64)
     losses = run(stages, make_batch(config, start=5))
     return losses, assemble([boxes(stages)]), assemble([boxes(stages, grads=True)])
@@ -164,6 +167,23 @@ def test_traffic_with_sequence_parallel():
     expected[("all_reduce", "loss.sum")] = 2 * 3 * 2 * rows * 8 // 4
     for found in run_ranks(4, traffic_rank, config):
         assert found == expected
+
+
+def odd_rows_rank(rank: int, world: int, config):
+    """The message when the rows of a microbatch can't be shared among the ranks."""
+    mesh = mesh_for(Sizes(tp=world))
+    with pytest.raises(ValueError, match="30 rows are not divisible by mesh.tp=4") as error:
+        run(make_stages(config, mesh), make_batch(config))
+    return str(error.value)
+
+
+def test_odd_rows_are_refused_before_anything_is_sent():
+    config = make_config(
+        LLAMA | {"num_kv_heads": 4},
+        mesh={"tp": 4},
+        batch={"global_batch_size": 2, "micro_batch_size": 2, "seq_len": 15},
+    )
+    assert "mesh.sequence_parallel=false" in run_ranks(4, odd_rows_rank, config)[0]
 
 
 def test_specs_of_unsharded_rows_ask_for_no_reduction():

@@ -5,6 +5,7 @@ pytest, hypothesis or OpenMP did in the test process, and costs 0.1 s per pool. 
 the server kills those that are left when its own control connection closes, so nothing outlives the test process.
 """
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -31,8 +32,9 @@ FAILED = b"-"
 def serve(control_fd: int) -> None:
     """Obey the test process until it closes the control connection.
 
-    Requests: ("fork", world, directory) answers the pids, then hands over one connection per rank;
-    ("end", pids) kills those that still run and answers how each pid ended.
+    Requests: ("fork", world, directory, module, sys_path) imports the module, so that ranks need not each do it,
+    answers the pids, then hands over one connection per rank; ("end", pids) kills those that still run and answers
+    how each pid ended.
     """
     torch.set_num_threads(1)
     control = Connection(control_fd)
@@ -49,7 +51,10 @@ def serve(control_fd: int) -> None:
         _end(list(alive))
 
 
-def _fork_pool(control: Connection, world: int, directory: str) -> list[int]:
+def _fork_pool(control: Connection, world: int, directory: str, module: str, sys_path: list[str]) -> list[int]:
+    sys.path[:] = sys_path
+    with contextlib.suppress(Exception):  # the ranks' own import reports it
+        importlib.import_module(module)
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"the rank server has {num_threads} threads: a fork would copy their locks"
     pids, ends = [], []

@@ -32,7 +32,7 @@ def module_name(path: str) -> str:
 
 
 def part_of(module: str) -> str | None:
-    """The part of LAYERS that a module of megalite belongs to; "" for the empty packages on the way, None if unknown."""
+    """The part of LAYERS that a module belongs to; "" for the empty packages on the way, None if unknown."""
     words = module.split(".")[1:]
     if words in ([], ["parallel"]):
         return ""

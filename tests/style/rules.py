@@ -133,15 +133,16 @@ def imported_names(node: ast.AST) -> list[str]:
 
 
 def check_import_guards(source: Source) -> list[str]:
-    """try/except ImportError only where implementations are chosen: kernels/ and native.py."""
+    """try/except ImportError only where implementations are chosen: kernels/ and native.py; re-raising is no guard."""
     if not source.in_package or source.path.startswith("megalite/kernels/") or source.path == "megalite/native.py":
         return []
     found = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Try):
-            caught = " ".join(ast.unparse(handler.type) for handler in node.handlers if handler.type)
             imports = any(isinstance(n, ast.Import | ast.ImportFrom) for part in node.body for n in ast.walk(part))
-            if imports or "ImportError" in caught or "ModuleNotFoundError" in caught:
+            swallowed = [handler for handler in node.handlers if not isinstance(handler.body[-1], ast.Raise)]
+            caught = " ".join(ast.unparse(handler.type) if handler.type else "" for handler in swallowed)
+            if (swallowed and imports) or "ImportError" in caught or "ModuleNotFoundError" in caught:
                 found.append(source.at(node, "import guard outside kernels/ and native.py"))
     return found
 

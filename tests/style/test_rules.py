@@ -52,6 +52,8 @@ def test_every_import_guard(caught):
     assert rules.check_import_guards(parse("megalite/model/a.py", code))
     assert not rules.check_import_guards(parse("megalite/kernels/a/op.py", code))
     assert not rules.check_import_guards(parse("megalite/native.py", code))
+    reraised = code.replace("triton = None", "raise")
+    assert not rules.check_import_guards(parse("megalite/model/a.py", reraised))
 
 
 def test_function_imports_are_found_in_every_form():

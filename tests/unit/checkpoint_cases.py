@@ -1,7 +1,7 @@
-"""A small model's state cut as (dp, tp) ranks would hold it, for the checkpoint tests. Written apart from megalite.model.
+"""A small model's state cut as (dp, tp) ranks would hold it, for the checkpoint tests.
 
-The model has what makes checkpoints hard: fused qkv with fewer kv heads than tp, fused gate and up, replicated norms, and
-a vocabulary that tp does not divide.
+Written apart from megalite.model. It has what makes checkpoints hard: fused qkv with fewer kv heads than tp, fused gate
+and up, replicated norms, and a vocabulary that tp does not divide.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
-"""What the model's tests share: small configs, logical tensors in and out of local parameters, one forward and backward."""
+"""What the model's tests share: small configs, logical tensors from local parameters, one forward and backward."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from megalite.batch import IGNORE, Microbatch
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
-from megalite.model.init import materialize
+from megalite.model.init import init_tensor, materialize
 from megalite.model.stage import Stage, build_stages
 
 LLAMA = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
@@ -27,6 +28,13 @@ def make_stages(config: Config, mesh: Mesh, *, seed: int = 7) -> list[Stage]:
     stages = build_stages(config, mesh, list(range(config.num_stages)))
     materialize(nn.ModuleList(stages), seed=seed)
     return stages
+
+
+def jitter(stages: list[Stage]) -> None:
+    """Add noise that does not depend on the layout, so that no norm stays one and no bias zero."""
+    for param in params_of(stages):
+        noise = replace(param.spec, init="normal", init_std=0.1)
+        param.data.add_(init_tensor(noise, tuple(param.shape), dtype=param.dtype, device="cpu", seed=8))
 
 
 def make_batch(config: Config, *, seed: int = 3, documents: bool = False, start: int = 0) -> Microbatch:

@@ -1,5 +1,8 @@
 """Cutting runs into boxes, and finding out whether boxes tile a tensor."""
 
+import re
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,7 +53,7 @@ def test_coverage_equals_counting(run, num_cuts, random):
     numel = torch.Size(shape).numel()
     ends = sorted({0, numel, *(random.randint(0, numel) for _ in range(num_cuts))})
     whole = Box((0,) * len(shape), shape)
-    boxes = [b for lo, hi in zip(ends, ends[1:], strict=False) for _, b in run_boxes(whole, lo, hi - lo)]
+    boxes = [b for lo, hi in pairwise(ends) for _, b in run_boxes(whole, lo, hi - lo)]
     assert coverage_fault(shape, boxes) is None
     changed = random.choices(boxes, k=random.randint(0, len(boxes) + 1))
     counts = torch.zeros(shape, dtype=torch.int64)
@@ -71,6 +74,4 @@ def test_coverage_equals_counting(run, num_cuts, random):
     ],
 )
 def test_coverage_names_the_element(boxes, text):
-    import re
-
     assert re.search(text, coverage_fault((4, 3), boxes))

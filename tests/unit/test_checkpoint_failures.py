@@ -27,20 +27,19 @@ def fresh():
 
 @pytest.mark.parametrize("mode", ["first", "again"])
 def test_death_at_any_point_leaves_a_loadable_checkpoint(tmp_path, mode):
-    """Invariant 6. Every file system event and the middle of every write of a save is tried."""
+    """Invariant 6. Every file system event of a save is tried, and the middle of every fourth write."""
     command = [sys.executable, "-m", "tests.unit.checkpoint_deaths", str(tmp_path), mode]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     deaths = [json.loads(line) for line in done.stdout.splitlines()]
     events = [death["event"] and death["event"][0] for death in deaths]
-    assert len(deaths) > 40
+    assert len(deaths) > 30
     assert {"open", "os.rename", "os.mkdir", "write", None} <= set(events)
     new = {"first": 30, "again": 20}[mode]
     for death in deaths:
         assert death["right"], death
         assert death["step"] in (20, new), death
-        assert [name for name in death["left"] if not name.startswith("step_")] == [], death
-        assert death["left"][-1] == "step_00000040", death
+        assert death["left"] == [f"step_{death['step']:08d}", "step_00000040"], death  # one more save cleans up
     assert deaths[-1]["event"] is None
     assert deaths[-1]["step"] == new
 
@@ -153,7 +152,7 @@ def test_missing_or_double_elements_are_not_saved(tmp_path):
     with pytest.raises(SaveError, match="given twice"):
         save(tmp_path, 1, more, group=ALONE, owner=True, meta={})
     with pytest.raises(SaveError, match="exp_avg and main hold different tensors"):
-        save(tmp_path, 1, state | {"exp_avg": []} | {"exp_avg": state["exp_avg"][1:2]}, group=ALONE, owner=True, meta={})
+        save(tmp_path, 1, state | {"exp_avg": state["exp_avg"][1:2]}, group=ALONE, owner=True, meta={})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -89,7 +89,7 @@ def test_inspect(tmp_path):
         assert str(path) in text
     for line in (
         "step        30",
-        "parameters  1,008 in 9 tensors",
+        "parameters  768 in 9 tensors",
         "state       exp_avg (float32), exp_avg_sq (float32), main (float32)",
         "saved under pp 2  dp 1  tp 2  ZeRO-3",
         "model       family llama  num_layers 12",

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def pieces_of(values: torch.Tensor, cuts: list[int]) -> list[Piece]:
     part = Part("x", tuple(values.shape), (0,) * values.dim(), tuple(values.shape))
     flat = values.reshape(-1)
     ends = sorted({0, flat.numel(), *cuts})
-    return [Piece(part, a, flat[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [Piece(part, a, flat[a:b]) for a, b in pairwise(ends)]
 
 
 @given(cut_tensors(), st.sampled_from([torch.float32, torch.float64]))

@@ -164,10 +164,6 @@ CASES = {
         {"optimizer": {"name": "sgd", "betas": [0.9, 0.999]}},
         "optimizer.betas=[0.9, 0.999] has no effect with optimizer.name=sgd; leave it out (default [0.9, 0.95])",
     ),
-    "warm-up": (
-        {"lr": {"warmup_steps": 101}},
-        "lr.warmup_steps=101 is above run.steps=100; use lr.warmup_steps=100 or less, or raise run.steps",
-    ),
     "min ratio of a constant rate": (
         {"lr": {"schedule": "constant", "min_ratio": 0.5}},
         "lr.min_ratio=0.5 has no effect with lr.schedule=constant; leave it out (default 0.1)",
@@ -252,7 +248,7 @@ def test_no_rule_against(name):
 
 
 def test_all_broken_rules_are_reported():
-    broken = config(mesh={"tp": 3, "pp": 9}, lr={"warmup_steps": 101}, batch={"global_batch_size": 17})
+    broken = config(mesh={"tp": 3, "pp": 9}, optimizer={"momentum": 0.9}, batch={"global_batch_size": 17})
     starts = [text.split(" ")[0] for text in problems(broken)]
     assert starts == [
         "mesh.tp=3",
@@ -260,7 +256,7 @@ def test_all_broken_rules_are_reported():
         "mesh.tp=3",
         "batch.global_batch_size=17",
         "model.num_layers=8",
-        "lr.warmup_steps=101",
+        "optimizer.momentum=0.9",
     ]
 
 
@@ -272,5 +268,5 @@ def test_the_ways_out_of_the_heads_message_work(tp):
 def test_check_gives_the_config_or_raises():
     values = {"model": MODEL, "batch": BATCH}
     assert check(values, {}, name="here") == config()
-    with pytest.raises(ValueError, match="mesh.tp=32 does not divide model.num_heads=16"):
+    with pytest.raises(ValueError, match=r"mesh\.tp=32 does not divide model.num_heads=16"):
         check(values | {"mesh": {"tp": 32}}, {}, name="here")

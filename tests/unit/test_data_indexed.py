@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import struct
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def test_reads_what_megatron_wrote(name):
     assert got.sequence_lengths.tolist() == want["sequence_lengths"]
     assert [got.sequence(n).tolist() for n in range(want["sequence_count"])] == want["sequences"]
     bounds = want["document_indices"]
-    documents = [sum(want["sequences"][a:b], []) for a, b in zip(bounds, bounds[1:], strict=False)]
+    documents = [list(chain(*want["sequences"][a:b])) for a, b in pairwise(bounds)]
     assert [got.document(n).tolist() for n in range(got.num_documents)] == documents
     assert got.num_documents == want["document_index_count"] - 1
 
@@ -41,7 +42,7 @@ def test_writes_the_bytes_that_megatron_wrote(name, tmp_path):
     want = EXPECTED[name]
     bounds = want["document_indices"]
     with IndexedWriter(str(tmp_path / "x"), np.dtype(want["dtype"]), vocab_size=100000) as writer:
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             writer.add_document(*want["sequences"][first:last])
         writer.finish()
     for kind in ("idx", "bin"):
@@ -65,7 +66,9 @@ def test_lengths_count_the_end_token(tmp_path):
     assert got.document(1).tolist() == [4, 9]
 
 
-@pytest.mark.parametrize(("vocab_size", "name"), [(65499, "uint16"), (65500, "int32"), (65536, "int32"), (70000, "int32")])
+@pytest.mark.parametrize(
+    ("vocab_size", "name"), [(65499, "uint16"), (65500, "int32"), (65536, "int32"), (70000, "int32")]
+)
 def test_largest_id_survives(tmp_path, vocab_size, name):
     """D12: ids never wrap at 16 bits."""
     got = open_indexed(write_corpus(tmp_path / "x", [[0, vocab_size - 1]], vocab_size=vocab_size))
@@ -158,6 +161,32 @@ def test_kill_between_renames_leaves_no_mixture(tmp_path, monkeypatch):
         writer.finish({tmp_path / "x.json": b""})
     with pytest.raises(ValueError, match=r"x\.idx: no such file"):
         open_indexed(prefix)
+
+
+def test_slower_process_leaves_the_faster_ones_corpus(tmp_path, monkeypatch):
+    """D09: another process completes the same corpus right after this one found none; it may be read already."""
+    idx, exists, unlink, removed = tmp_path / "x.idx", Path.exists, Path.unlink, []
+
+    def exists_then_other_finishes(path):
+        found = exists(path)
+        if path == idx and not found:
+            monkeypatch.setattr(Path, "exists", exists)
+            write_corpus(tmp_path / "x", [[1, 2], [3]])
+        return found
+
+    def unlink_recorded(path, missing_ok=False):
+        removed.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    with IndexedWriter(str(tmp_path / "x"), np.dtype("<u2"), vocab_size=1000) as writer:
+        writer.add_document([1, 2])
+        writer.add_document([3])
+        monkeypatch.setattr(Path, "exists", exists_then_other_finishes)
+        monkeypatch.setattr(Path, "unlink", unlink_recorded)
+        writer.finish()
+    assert removed  # temporary names only
+    assert idx not in removed
+    assert open_indexed(str(tmp_path / "x")).num_documents == 2
 
 
 def _write_and_open(prefix, barrier):

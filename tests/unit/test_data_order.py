@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite import native
@@ -46,12 +46,10 @@ def test_sample_index_equals_a_walk(lengths, seq_len, seed):
     """Native and numpy against the definition: token k * seq_len of the stream, found by counting."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     places = [(position, offset) for position, d in enumerate(order) for offset in range(lengths[d])]
-    num = max(len(places) - 1, 0) // seq_len
-    want = [places[k * seq_len] for k in range(num + 1)] if num else []
+    assume(len(places) > seq_len)
+    want = [places[k * seq_len] for k in range((len(places) - 1) // seq_len + 1)]
     for build in (sample_index, sample_index_numpy):
-        got = build(np.array(lengths), order, seq_len)
-        assert len(got) == num + 1
-        assert not num or [tuple(row) for row in got.tolist()] == want
+        assert [tuple(row) for row in build(np.array(lengths), order, seq_len).tolist()] == want
 
 
 def test_native_functions_are_used_when_built(monkeypatch):
@@ -113,6 +111,11 @@ def test_order_depends_on_every_part_of_the_key(tmp_path):
     assert len(rows) == 4
 
 
+def test_one_document_is_shuffled_by_the_seed(tmp_path):
+    first, other = (_stream(tmp_path, 401, 8, key=(seed, 0, "train")) for seed in (1, 2))
+    assert [first.sample(i)[0] for i in range(50)] != [other.sample(i)[0] for i in range(50)]
+
+
 def test_permutation_is_fixed_for_all_numpy_versions():
     """D13: the order is drawn from the Philox words, which numpy keeps; these numbers must never change."""
     assert permutation(10, 1, 0, "train", 0, "documents").tolist() == [3, 7, 9, 1, 8, 6, 2, 5, 0, 4]
@@ -131,6 +134,12 @@ def test_split_cuts_between_documents():
     starts, lengths = split_pieces(corpus, (969, 30, 1), "valid")
     assert starts[0] == 9690
     assert lengths.tolist() == [10] * 30
+
+
+def test_split_rounds_to_the_nearest_document():
+    """1003 documents: 0.969 of them is 971.9, 0.999 is 1001.997."""
+    parts = [split_pieces(_lengths_only([10] * 1003), (969, 30, 1), part)[0] for part in ("train", "valid", "test")]
+    assert [len(starts) for starts in parts] == [972, 30, 1]
 
 
 def test_split_of_few_documents_cuts_inside_them():
@@ -179,10 +188,12 @@ def test_blend_properties(weights, num, more):
         assert sample[which == dataset].tolist() == list(range(count))
 
 
-def test_blend_with_a_tiny_weight_builds():
-    """D04."""
-    which, _ = blend_index(np.array([0.5, 0.5, 1e-9]) / (1 + 1e-9), 10)
-    assert np.bincount(which, minlength=3).tolist() == [5, 5, 0]
+@pytest.mark.parametrize("build", [blend_index, blend_index_python])
+def test_blend_with_a_tiny_weight_builds(build):
+    """D04: Megatron's rule draws it at k = 2, when the others have exactly their share; then not for 1e9 samples."""
+    which, sample = build(np.array([0.5, 0.5, 1e-9]) / (1 + 1e-9), 1000)
+    assert np.flatnonzero(which == 2).tolist() == [2]
+    assert sample[which == 2].tolist() == [0]
 
 
 def test_blend_grows_on_demand():

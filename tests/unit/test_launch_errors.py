@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 place = rank_from_env(os.environ)
 try:
     dist.init_process_group("gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size,
-                            timeout=timedelta(seconds=30))
+                            timeout=timedelta(seconds=60))
     x = torch.full((4,), float(place.rank))
     for step in range(1000):
         dist.all_reduce(x)
@@ -59,7 +59,7 @@ def test_record_and_read(tmp_path):
 def test_a_gloo_job_names_the_rank_that_failed(tmp_path, capfd, fault, words):
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK.replace("{fault}", fault)))
-    config = SimpleNamespace(world_size=3, run=SimpleNamespace(device="cpu", timeout_s=30.0))
+    config = SimpleNamespace(world_size=3, run=SimpleNamespace(device="cpu", timeout_s=60.0))
     assert launch(config, [], env=dict(os.environ), command=[sys.executable, str(script)]) == 1
     summary = capfd.readouterr().err.strip().splitlines()[-1]
     assert summary.startswith("rank 1 of this node's 3 (host ")

@@ -109,7 +109,7 @@ def test_step_reductions_come_once_and_last():
         check(edit(lowered, 1, swap("1REDUCE", "1B3")))
     with pytest.raises(ScheduleError, match="gradients are never reduced"):
         check(edit(lowered, 1, drop("1REDUCE")))
-    with pytest.raises(ScheduleError, match="1REDUCE3 with zero.reduce_each=step"):
+    with pytest.raises(ScheduleError, match=r"1REDUCE3 with zero.reduce_each=step"):
         check(edit(lowered, 1, put("1REDUCE3", before="1REDUCE")))
 
 
@@ -172,7 +172,7 @@ def test_a_cycle_of_ranks_is_a_deadlock_on_both_machines(blocking):
         "1RECV_F0,1F0,1SEND_F0,4RECV_F0,1RECV_F1,1F1,1SEND_F1,4F0,4SEND_F0,4RECV_F1,4F1,4SEND_F1\n"
         "2RECV_F0,2RECV_F1,2F1,2F0,2SEND_F0,2SEND_F1,5RECV_F0,5F0,5RECV_F1,5F1\n"
     )
-    with pytest.raises(ScheduleError, match="deadlock: rank 0 at 3.*F0, rank 1 at .*, rank 2 at 2") as error:
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0 at 3.*F0, rank 1 at .*, rank 2 at 2") as error:
         check(lowered, blocking=blocking)
     assert str(error.value).count("<-- here") == 3
 

@@ -40,7 +40,7 @@ def test_markup_colours_by_op_and_changes_nothing_else():
 
 
 def test_text_grid_needs_whole_times():
-    with pytest.raises(ValueError, match="0F1 runs from 1/2 to 1"):
+    with pytest.raises(ValueError, match="0F0 runs from 0 to 1/2"):
         text_grid(timeline(forward_s=Fraction(1, 2))[1])
 
 

@@ -75,7 +75,7 @@ def test_refusal_offers_numbers_that_work():
 
 @pytest.mark.parametrize("build", [build_schedule, forward_only])
 def test_unknown_kinds_and_empty_sizes_are_refused(build):
-    with pytest.raises(ValueError, match="pipeline.schedule=1b1f is unknown; use gpipe, 1f1b, interleaved"):
+    with pytest.raises(ValueError, match=r"pipeline\.schedule=1b1f is unknown; use gpipe, 1f1b, interleaved"):
         build("1b1f", pp=2, virtual=1, num_microbatches=2)
     for name, sizes in {"mesh.pp": (0, 1, 1), "pipeline.virtual": (1, 0, 1), "num_microbatches": (1, 1, 0)}.items():
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):

@@ -24,10 +24,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 def backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dx (M, D) in x's dtype, dweight and dbias (D,) in the compute dtype."""
-    wide = dy.to(rstd.dtype)
-    normed = (x.to(rstd.dtype) - mean).mul_(rstd)
-    dweight, dbias = (wide * normed).sum(0), wide.sum(0)
-    dnormed = wide * weight
-    projection = (dnormed * normed).mean(-1, keepdim=True)
-    dx = dnormed.sub_(dnormed.mean(-1, keepdim=True)).addcmul_(normed, projection, value=-1.0).mul_(rstd)
+    compute = rstd.dtype
+    weight = weight.to(compute)  # also stands for the bias, of which only the presence is looked at
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy.to(compute), x.to(compute), x.shape[-1:], mean, rstd, weight, weight, [True, True, True]
+    )
     return dx.to(x.dtype), dweight, dbias

@@ -44,6 +44,12 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 MESSAGES = SENDS | RECVS
 
+_PARTNERS = {
+    Op.SEND_F: (Op.RECV_F, 1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, 1),
+}
 _WITHOUT_MICROBATCH = frozenset({Op.GATHER, Op.RESHARD})
 _PATTERN = re.compile(r"(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)", re.ASCII)
 
@@ -83,11 +89,8 @@ def parse_action(text: str) -> Action:
 
 def partner(action: Action) -> Action:
     """The other end of a SEND or RECV."""
-    assert action.op in MESSAGES, action
-    kind, direction = action.op.value.split("_")
-    downstream = (kind == "SEND") == (direction == "F")
-    other = Op(("RECV_" if kind == "SEND" else "SEND_") + direction)
-    return Action(other, action.stage + (1 if downstream else -1), action.mb)
+    op, step = _PARTNERS[action.op]
+    return Action(op, action.stage + step, action.mb)
 
 
 def format_rows(rows: Iterable[Iterable[Action]]) -> str:

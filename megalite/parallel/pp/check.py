@@ -2,11 +2,11 @@
 
 `check` reads the lists and nothing of how they were made. It proves: every (stage, microbatch) is computed once, on its
 rank, after its inputs; parameters are gathered where they are used; gradients are reduced as promised; every message
-has both ends, in the same order on both ranks; and the lists end. The last is shown for the strictest machine: nothing is
-buffered, all messages of a rank pass one queue in the order of its list, and a rank stands still at every SEND until it is
-through. What ends there also ends when sends are posted without blocking and each pair of ranks has its own queue;
-`blocking=False` checks only that. On both machines a message passes when it is first on both ranks, and a computation
-waits for its RECV.
+has both ends, in the same order on both ranks; and the lists end. The last is shown for the strictest machine: nothing
+is buffered, all messages of a rank pass one queue in the order of its list, and a rank stands still at every SEND until
+it is through. What ends there also ends when sends are posted without blocking and each pair of ranks has its own
+queue; `blocking=False` checks only that. On both machines a message passes when it is first on both ranks, and a
+computation waits for its RECV.
 """
 
 from collections import Counter, deque

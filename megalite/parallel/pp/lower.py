@@ -1,14 +1,14 @@
 """Lowering: from what each pp rank computes to everything it does, with messages, gathers and reductions in place.
 
 Invariant: there is one global order of all messages, and every rank lists its own messages in that order. So any two
-ranks agree on the order of their messages (both directions), and the lists can't deadlock, not even if a rank stood still
-at every SEND until the other end arrives and all its messages passed through one queue: the earliest unfinished message
-waits for computations that wait for earlier messages only.
+ranks agree on the order of their messages (both directions), and the lists can't deadlock, not even if a rank stood
+still at every SEND until the other end arrives and all its messages passed through one queue: the earliest unfinished
+message waits for computations that wait for earlier messages only.
 
-[Note: the order of messages] The schedule is played with nominal costs. A message happens when its producer finishes, at
-time t; ties follow a fixed key. The sender lists it right after the producer. The receiver lists it one computation ahead
-of its first computation that starts at t or later, but behind its earlier messages: the message then travels under a
-computation that does not need it, also where posting happens between computations only.
+[Note: the order of messages] The schedule is played with nominal costs. A message happens when its producer finishes,
+at time t; ties follow a fixed key. The sender lists it right after the producer. The receiver lists it one computation
+ahead of its first computation that starts at t or later, but behind its earlier messages: the message then travels
+under a computation that does not need it, also where posting happens between computations only.
 """
 
 from collections.abc import Callable

@@ -18,25 +18,29 @@ from megalite.parallel.tp.specs import local_shape
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, weight, tp, site):
-        local = tokens - tp.rank * weight.shape[0]
-        outside = (local < 0) | (local >= weight.shape[0])
-        ctx.save_for_backward(local)
+        ctx.save_for_backward(tokens)
         ctx.weight, ctx.tp, ctx.site = weight, tp, site
         if tp.size == 1:
-            if outside.any():
-                raise ValueError(f"token {tokens[outside][0]} is not in the vocabulary of {weight.shape[0]} rows")
-            return F.embedding(local, weight)
-        partial = F.embedding(local.masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0.0)
+            return F.embedding(tokens, weight)
+        local, outside = _local(tokens, weight, tp)
+        partial = F.embedding(local, weight).masked_fill_(outside, 0.0)
         return reduce_rows(partial, tp, site=f"{site}.forward")
 
     @staticmethod
     def backward(ctx, dy):
-        (local,) = ctx.saved_tensors
+        (tokens,) = ctx.saved_tensors
         full = gather_rows(dy, ctx.tp, site=f"{ctx.site}.backward")
         if ctx.tp.size > 1:
-            inside = ((local >= 0) & (local < ctx.weight.shape[0])).nonzero()[:, 0]
-            local, full = local[inside], full[inside]
-        return None, accumulate_rows(ctx.weight, local, full), None, None
+            tokens, outside = _local(tokens, ctx.weight, ctx.tp)
+            full = full.masked_fill(outside, 0.0)
+        return None, accumulate_rows(ctx.weight, tokens, full), None, None
+
+
+def _local(tokens: Tensor, weight: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Row of each token in this rank's shard, 0 if it is not there; and whether it is not, as a column."""
+    local = tokens - tp.rank * weight.shape[0]
+    outside = (local < 0) | (local >= weight.shape[0])
+    return local.masked_fill_(outside, 0), outside[:, None]
 
 
 class VocabParallelEmbedding(nn.Module):
