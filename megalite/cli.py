@@ -9,13 +9,12 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-EXIT_FAILED, EXIT_USER = 1, 2
+EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 3
 CLICK_INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt; older ones raise Abort."""
 UsageError = typer.BadParameter.__base__
@@ -39,25 +38,25 @@ Overrides = Annotated[
 def train(config: ConfigPath, overrides: Overrides = None) -> int:
     """Train: one process of a job (alone, or started by launch, torchrun or srun)."""
     env = dict(os.environ)
+    from megalite.launch.child import end_with_launcher, report_error, report_stop, started_by_launch
+
+    end_with_launcher(env)
     try:
         from megalite.config.load import load_config
 
         loaded = load_config(config, overrides or [])
         from megalite.train.main import run
 
-        return run(loaded, env)
+        code = run(loaded, env)
     except BaseException as error:
-        _report_to_launcher(error, env)
+        code = _exit_code(error)
+        report_error(env, error, exit_code=code)
+        if started_by_launch(env) and code:
+            raise SystemExit(code) from None  # the launcher prints it, once for all ranks
         raise
-
-
-def _report_to_launcher(error: BaseException, env: Mapping[str, str]) -> None:
-    """Leave the failure where the launcher of this rank looks for it."""
-    from megalite.launch.errors import ERROR_DIR, record_error
-
-    code = _exit_code(error)
-    if code and env.get(ERROR_DIR) and env.get("RANK", "").isdigit():
-        record_error(env[ERROR_DIR], int(env["RANK"]), error, exit_code=code)
+    if code == EXIT_STOPPED:
+        report_stop(env)
+    return code
 
 
 @app.command()

@@ -50,3 +50,13 @@ def read_errors(directory: str | Path) -> dict[int, RankError]:
     """All recorded failures by rank."""
     entries = (RankError(**json.loads(path.read_text())) for path in sorted(Path(directory).glob("rank*.json")))
     return {entry.rank: entry for entry in entries}
+
+
+def record_stop(directory: str | Path, rank: int) -> None:
+    """Note that this rank ends with exit code 3: stopped by a signal, its state saved."""
+    (Path(directory) / f"rank{rank}.stopped").touch()
+
+
+def count_stops(directory: str | Path) -> int:
+    """How many ranks noted a stop."""
+    return len(list(Path(directory).glob("rank*.stopped")))

@@ -1,21 +1,20 @@
-"""`megalite launch`: the ranks of this node as child processes, or the text of a SLURM job.
+"""`megalite launch`: the ranks of this node through torchrun's agent, or the text of a SLURM job.
 
-Each rank runs `python -m megalite train ...` with torchrun's variables. The meeting point (a TCPStore) is held by the
-launcher of node 0, on a port that it keeps from the start, so no other program can take it between choosing and using.
+Each rank runs `python -m megalite train ...` with torchrun's variables; on one node they meet at a port that the agent picks and holds.
 """
 
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore
 
 from megalite.config.schema import Config
-from megalite.launch.errors import ERROR_DIR
+from megalite.launch.elastic import Node, run_ranks
+from megalite.launch.errors import ERROR_DIR, count_stops, read_errors
+from megalite.launch.report import judge
 from megalite.launch.slurm import sbatch_text
-from megalite.launch.supervise import Limits, supervise
 
 
 def launch(
@@ -46,41 +45,18 @@ def launch(
         return 0
     _check_nodes(nnodes, node_rank, rdzv, env)
     local = _local_world_size(config, nnodes)
+    program = command or [sys.executable, "-m", "megalite", "train", *arguments]
     with tempfile.TemporaryDirectory(prefix="megalite-") as errors:
-        host, port, store = _meeting_point(rdzv, node_rank)
-        common = {**_defaults(env), "MASTER_ADDR": host, "MASTER_PORT": str(port), ERROR_DIR: errors}
-        environments = {
-            rank: {**common, **rank_variables(rank, local=local, world=config.world_size)}
-            for rank in range(node_rank * local, (node_rank + 1) * local)
-        }
-        outcome = supervise(
-            command or [sys.executable, "-m", "megalite", "train", *arguments],
-            environments,
-            errors=Path(errors),
-            limits=Limits(stop_s=config.run.timeout_s),
+        ended = run_ranks(
+            program,
+            Node(local, nnodes, node_rank, rdzv),
+            variables={"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1", ERROR_DIR: errors},
+            limit_s=config.run.timeout_s,
         )
-    del store
+        outcome = judge(ended, read_errors(errors), num_ranks=local, stopped=count_stops(errors))
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
     return outcome.code
-
-
-def rank_variables(rank: int, *, local: int, world: int) -> dict[str, str]:
-    """torchrun's variables of one rank, where every node holds `local` of `world` ranks."""
-    node, local_rank = divmod(rank, local)
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "GROUP_RANK": node,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": local,
-    }
-    return {name: str(number) for name, number in numbers.items()}
-
-
-def _defaults(env: Mapping[str, str]) -> dict[str, str]:
-    """The inherited environment, one thread per rank unless the user says otherwise, and unbuffered output."""
-    return {"OMP_NUM_THREADS": "1", **env, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _check_nodes(nnodes: int, node_rank: int, rdzv: str | None, env: Mapping[str, str]) -> None:
@@ -90,6 +66,8 @@ def _check_nodes(nnodes: int, node_rank: int, rdzv: str | None, env: Mapping[str
         raise ValueError(f"--node-rank={node_rank} must be in 0..{nnodes - 1} for --nnodes={nnodes}")
     if nnodes > 1 and rdzv is None:
         raise ValueError(f"--nnodes={nnodes} needs --rdzv=HOST:PORT, the address of node 0, the same on every node")
+    if rdzv is not None:
+        _check_rdzv(rdzv, node_rank)
 
 
 def _local_world_size(config: Config, nnodes: int) -> int:
@@ -106,20 +84,16 @@ def _local_world_size(config: Config, nnodes: int) -> int:
     return local
 
 
-def _meeting_point(rdzv: str | None, node_rank: int) -> tuple[str, int, TCPStore | None]:
-    """Host, port and, on node 0, the listening store; it lives as long as the caller keeps it."""
-    host, port = _parse_rdzv(rdzv) if rdzv else ("127.0.0.1", 0)
-    if node_rank > 0:
-        return host, port, None
-    try:
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        raise ValueError(f"--rdzv={rdzv}: can't listen on port {port}; is it in use? ({error})") from error
-    return host, store.port, store
-
-
-def _parse_rdzv(rdzv: str) -> tuple[str, int]:
+def _check_rdzv(rdzv: str, node_rank: int) -> None:
+    """HOST:PORT, and on node 0 a port that can be listened on."""
     host, _, port = rdzv.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(f"--rdzv={rdzv} must be HOST:PORT with a port between 1 and 65535")
-    return host.strip("[]"), int(port)
+    if node_rank > 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError as error:
+            raise ValueError(f"--rdzv={rdzv}: can't listen on port {port}; is it in use? ({error})") from error

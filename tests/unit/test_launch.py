@@ -8,25 +8,22 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megalite.launch.children import Child
-from megalite.launch.errors import record_error
+from megalite.launch.elastic import Ended, Failure
+from megalite.launch.errors import RankError
 from megalite.launch.main import launch
 from megalite.launch.report import judge
-from megalite.launch.supervise import Limits, supervise
 from megalite.mesh import Sizes
-
-FAST = Limits(settle_s=0.5, grace_s=0.5, stop_s=60.0)
-PATIENT = Limits(settle_s=60.0)  # for ranks that all end by themselves
 
 PRELUDE = """
 import json, os, signal, sys, time
 from pathlib import Path
 rank = int(os.environ["RANK"])
-here = Path(os.environ["HERE"])
+here = Path(__file__).parent
 def note_pid(name):
     (here / f"new-{name}").write_text(str(os.getpid()))
     (here / f"new-{name}").rename(here / name)
@@ -34,27 +31,39 @@ def wait_for(*names):
     while not all((here / name).exists() for name in names):
         time.sleep(0.01)
 note_pid(f"pid{rank}")
+errors = Path(os.environ["MEGALITE_ERROR_DIR"])
 def record(text, when=None, code=1):
     entry = dict(rank=rank, host="host7", pid=os.getpid(), time_s=when or time.time(), exit_code=code, text=text)
-    (Path(os.environ["MEGALITE_ERROR_DIR"]) / f"rank{rank}.json").write_text(json.dumps(entry))
+    (errors / f"rank{rank}.json").write_text(json.dumps(entry))
+"""
+
+LAUNCHER = """
+import os, sys
+from types import SimpleNamespace
+from megalite.launch.main import launch
+run = SimpleNamespace(device="cpu", timeout_s=float(sys.argv[3]), dir="runs/x")
+config = SimpleNamespace(world_size=int(sys.argv[2]), run=run)
+sys.exit(launch(config, [], env=dict(os.environ), command=[sys.executable, sys.argv[1]]))
 """
 
 
 class Job:
-    """A script as the command of some ranks, and the pids that they left."""
+    """A script as the command of some ranks, run by a launcher process of its own."""
 
     def __init__(self, folder, body):
         self.folder = folder
-        self.errors = folder / "errors"
-        self.errors.mkdir()
-        script = folder / "rank.py"
-        script.write_text(PRELUDE + textwrap.dedent(body))
-        self.command = [sys.executable, "-S", str(script)]
-        self.env = {**os.environ, "HERE": str(folder), "MEGALITE_ERROR_DIR": str(self.errors)}
+        self.script = folder / "rank.py"
+        self.script.write_text(PRELUDE + textwrap.dedent(body))
 
-    def run(self, ranks=2, limits=FAST):
-        environments = {rank: {**self.env, "RANK": str(rank)} for rank in range(ranks)}
-        return supervise(self.command, environments, errors=self.errors, limits=limits)
+    def start(self, ranks=2, limit_s=5):
+        command = [sys.executable, "-c", LAUNCHER, str(self.script), str(ranks), str(limit_s)]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def run(self, ranks=2, limit_s=5):
+        """The exit code and what was printed to stderr."""
+        process = self.start(ranks, limit_s)
+        _, err = process.communicate(timeout=90)
+        return process.returncode, err
 
     def pids(self):
         return [int(path.read_text()) for path in self.folder.glob("pid*")]
@@ -86,36 +95,23 @@ def job(tmp_path):
     return lambda body: Job(tmp_path, body)
 
 
-@pytest.mark.parametrize(
-    ("codes", "want"),
-    [([0, 0], 0), ([3, 3], 3), ([0, 3], 3), ([2, 2], 2), ([0, 7], 1), ([1, 3], 1)],
-)
+@pytest.mark.parametrize(("codes", "want"), [([0, 0], 0), ([2, 2], 2), ([0, 7], 1)])
 def test_exit_codes(job, codes, want):
-    assert job(f"sys.exit({codes}[rank])").run().code == want
+    assert job(f"sys.exit({codes}[rank])").run()[0] == want
 
 
 def test_a_users_mistake_is_one_plain_message(job):
-    outcome = job("record('mesh.tp=3 does not divide', code=2); sys.exit(2)").run(ranks=4)
-    assert (outcome.code, outcome.message) == (2, "error: mesh.tp=3 does not divide")
+    code, err = job("record('mesh.tp=3 does not divide', code=2); sys.exit(2)").run(ranks=4)
+    assert (code, err) == (2, "error: mesh.tp=3 does not divide\n")
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(job):
-    body = """
-    if rank == 1:
-        wait_for("pid-grandchild")
-        os.kill(os.getpid(), signal.SIGKILL)
-    if os.fork() == 0:
-        note_pid("pid-grandchild")
-    time.sleep(600)
-    """
-    j = job(body)
-    started = time.monotonic()
-    outcome = j.run()
-    assert time.monotonic() - started < 60  # they would sleep for 600 s
-    assert outcome.code == 1
-    assert "rank 1 of" in outcome.message
-    assert "SIGKILL" in outcome.message
-    j.assert_all_gone(3)
+    j = job("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)")
+    code, err = j.run()
+    assert code == 1
+    assert "rank 1 of" in err
+    assert "SIGKILL" in err
+    j.assert_all_gone(2)
 
 
 def test_ranks_that_ignore_sigterm_are_killed(job):
@@ -123,134 +119,105 @@ def test_ranks_that_ignore_sigterm_are_killed(job):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (here / f"ready{rank}").touch()
     wait_for("ready0", "ready1", "ready2")
-    sys.exit(9) if rank == 0 else time.sleep(60)
+    sys.exit(9) if rank == 0 else time.sleep(600)
     """
     j = job(body)
-    outcome = j.run(ranks=3)
-    assert "rank 0 of this node's 3" in outcome.message
-    assert "exit code 9" in outcome.message
+    code, err = j.run(ranks=3, limit_s=2)
+    assert code == 1
+    assert "rank 0 of this node's 3" in err
+    assert "exit code 9" in err
     j.assert_all_gone(3)
 
 
-def test_the_first_error_is_reported_not_the_first_to_exit(job):
-    body = """
-    if rank == 2:
-        record("ValueError: the cause", when=1000.0)
-        time.sleep(0.4)
-        sys.exit(1)
-    record("RuntimeError: later", when=2000.0)
-    wait_for("errors/rank2.json")
-    sys.exit(1)
-    """
-    outcome = job(body).run(ranks=4, limits=PATIENT)
-    assert "rank 2 of" in outcome.message
-    assert "ValueError: the cause" in outcome.message
-    assert "later" not in outcome.message
-    assert "host7" in outcome.message
-
-
-def test_a_lost_connection_is_never_the_cause(job):
-    body = """
-    record(["RuntimeError: Connection closed by peer", "OSError: disk full"][rank], when=[1000.0, 2000.0][rank])
-    sys.exit(1)
-    """
-    assert "disk full" in job(body).run(limits=PATIENT).message
-
-
-def test_a_kill_is_earlier_than_the_error_it_causes(tmp_path):
-    """Rank 0 recorded an error a moment after rank 1 was killed; both ends were noticed at once, later."""
-
-    def ended(rank, code, alive_s):
-        return SimpleNamespace(
-            rank=rank, code=code, alive_s=alive_s, ended_by=None, last_line=str, process=SimpleNamespace(pid=7)
-        )
-
-    record_error(tmp_path, 0, RuntimeError("something odd happened"))
-    now = time.time()
-    killed = judge([ended(0, 1, now - 9), ended(1, -9, now - 5)], tmp_path)
-    assert "rank 1 of this node's 2" in killed.message
-    unrelated = judge([ended(0, 1, now - 9), ended(1, -9, now + 5)], tmp_path)  # still alive long after the error
-    assert "rank 0 of this node's 2" in unrelated.message
-
-
-def test_a_child_is_seen_alive_only_before_its_end(job):
-    j = job("sys.exit(5)")
-    child = Child(0, j.command, {**j.env, "RANK": "0"})
-    while child.poll():
-        time.sleep(0.01)
-    seen, noticed = child.alive_s, time.time()
-    time.sleep(0.05)
-    assert not child.poll()
-    child.destroy()
-    assert (child.code, child.ended_by) == (5, None)
-    assert child.alive_s == seen < noticed
-
-
-def test_the_last_words_of_a_rank_without_record(job):
-    outcome = job("time.sleep(0.1)\nif rank == 1:\n    raise KeyError('lost')").run()
-    assert "rank 1 of" in outcome.message
-    assert "KeyError: 'lost'" in outcome.message
-
-
-def test_signals_are_forwarded_and_a_saved_stop_is_3(job):
+def test_a_stop_after_saving_is_3(job):
     body = """
     def stop(number, frame):
         (here / f"got{rank}").write_text(str(number))
+        (errors / f"rank{rank}.stopped").touch()
         sys.exit(3)
     signal.signal(signal.SIGUSR1, stop)
     (here / f"ready{rank}").touch()
-    if rank == 0:
-        wait_for("ready1")
-        os.kill(os.getppid(), signal.SIGUSR1)
     time.sleep(60)
     """
     j = job(body)
-    former = signal.getsignal(signal.SIGUSR1)
-    assert j.run().code == 3
-    assert signal.getsignal(signal.SIGUSR1) == former
+    process = j.start(limit_s=30)
+    wait_until(lambda: all((j.folder / f"ready{rank}").exists() for rank in (0, 1)), 60, "two ranks")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) == 3
     assert [(j.folder / f"got{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGUSR1))] * 2
     j.assert_all_gone(2)
 
 
 def test_a_stop_that_is_not_obeyed_in_time(job):
-    body = """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (here / f"ready{rank}").touch()
-    if rank == 0:
-        wait_for("ready1")
-        os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(60)
+    j = job("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(here / f'ready{rank}').touch()\ntime.sleep(600)")
+    process = j.start(limit_s=1)
+    wait_until(lambda: all((j.folder / f"ready{rank}").exists() for rank in (0, 1)), 60, "two ranks")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped by SIGTERM: 0 of 2 ranks" in err
+    j.assert_all_gone(2)
+
+
+def test_a_rank_ends_with_its_launcher(job):
+    """kill -9 of the launcher: the kernel ends the ranks."""
+    root = str(Path(__file__).parents[2])
+    body = f"""
+    sys.path.insert(0, {root!r})
+    from megalite.launch.child import end_with_launcher
+    end_with_launcher(os.environ)
+    (here / f"ready{{rank}}").touch()
+    time.sleep(600)
     """
     j = job(body)
-    outcome = j.run(limits=Limits(stop_s=0.5))
-    assert outcome.code == 1
-    assert "before all ranks had saved" in outcome.message
+    process = j.start()
+    wait_until(lambda: all((j.folder / f"ready{rank}").exists() for rank in (0, 1)), 60, "two ranks")
+    process.kill()
+    process.wait()
     j.assert_all_gone(2)
 
 
-LAUNCHER = """
-import os, sys
-from pathlib import Path
-from megalite.launch.supervise import supervise
-folder = Path(sys.argv[1])
-common = {**os.environ, "HERE": str(folder), "MEGALITE_ERROR_DIR": str(folder)}
-environments = {rank: {**common, "RANK": str(rank)} for rank in (0, 1)}
-supervise([sys.executable, "-S", str(folder / "rank.py")], environments, errors=folder / "errors")
-"""
+def error(rank, time_s, text, code=1):
+    return rank, RankError(rank, "host7", 70 + rank, time_s, code, text)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_end_with_their_launcher(job, number):
-    j = job("time.sleep(60)")
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(j.folder)])
-    try:
-        wait_until(lambda: len(j.pids()) == 2, 60, "two ranks")
-        time.sleep(0.2)
-        launcher.send_signal(number)
-        launcher.wait(timeout=30)
-    finally:
-        launcher.kill()
-    j.assert_all_gone(2)
+def outcome(failures, recorded=(), **options):
+    ended = Ended(tuple(Failure(rank, 7, code, time_s) for rank, code, time_s in failures))
+    return judge(ended, dict(recorded), **{"num_ranks": 4, "stopped": 0, **options})
+
+
+def test_the_first_error_is_reported_not_the_first_to_exit():
+    got = outcome([(0, 1, 50.0)], [error(2, 10.0, "ValueError: the cause"), error(0, 20.0, "RuntimeError: later")])
+    assert got.code == 1
+    assert "rank 2 of" in got.message
+    assert "ValueError: the cause" in got.message
+    assert "host7" in got.message
+
+
+def test_a_lost_connection_is_never_the_cause():
+    text = "RuntimeError: [enforce fail] Connection closed by peer [127.0.0.1]:5"
+    got = outcome([(0, 1, 50.0)], [error(0, 10.0, text), error(1, 20.0, "OSError: disk full")])
+    assert "disk full" in got.message
+
+
+def test_a_kill_is_earlier_than_the_errors_it_causes():
+    """Rank 0 recorded a lost connection before the agent noticed the killed rank 1."""
+    got = outcome([(1, -9, 50.0)], [error(0, 49.9, "RuntimeError: Connection reset by peer")])
+    assert "rank 1 of" in got.message
+    assert "SIGKILL" in got.message
+
+
+def test_the_agents_own_sigterm_is_not_the_cause():
+    got = outcome([(0, -15, 50.0), (3, 9, 50.0)])
+    assert "rank 3 of" in got.message
+
+
+@pytest.mark.parametrize(
+    ("failures", "stopped", "want"),
+    [([], 0, 0), ([(0, 3, 1.0)], 1, 3), ([], 4, 3), ([(0, 3, 1.0), (1, 7, 1.0)], 1, 1), ([(1, 2, 1.0)], 0, 2)],
+)
+def test_the_code_of_a_node(failures, stopped, want):
+    assert outcome(failures, stopped=stopped).code == want
 
 
 def config(device="cpu", **sizes):
@@ -260,25 +227,38 @@ def config(device="cpu", **sizes):
 
 
 def test_launch_gives_each_rank_its_variables_and_a_live_meeting_point(tmp_path):
-    """Every rank reports its variables through the store that the launcher holds."""
+    """Every rank reports its variables after meeting the others where the variables say."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import json, os\nfrom pathlib import Path\nfrom datetime import timedelta\n"
         "from torch.distributed import TCPStore\n"
         "e = os.environ\n"
         "store = TCPStore(e['MASTER_ADDR'], int(e['MASTER_PORT']), is_master=False, timeout=timedelta(seconds=60))\n"
-        "assert store.add('ranks', 1) <= 2\n"
+        "store.add('ranks', 1)\n"
         "store.wait(['ranks'])\n"
         f"Path({str(tmp_path)!r}, 'env' + e['RANK']).write_text(json.dumps(dict(e)))\n"
     )
-    env = {**os.environ, "LOCAL_RANK": "77"}
-    env.pop("OMP_NUM_THREADS", None)
-    assert launch(config(tp=2), ["x.yaml"], env=env, command=[sys.executable, str(script)]) == 0
+    assert launch(config(tp=2), ["x.yaml"], env={}, command=[sys.executable, str(script)]) == 0
     for rank in (0, 1):
         got = json.loads((tmp_path / f"env{rank}").read_text())
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
         assert [got[name] for name in names] == [str(rank), str(rank), "2", "2", "1"]
+        assert got["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert not os.path.exists(got["MEGALITE_ERROR_DIR"])
+
+
+def test_two_nodes_meet(job):
+    """Two launchers on one machine, as node 0 and node 1."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    j = job("(here / f\"world{os.environ['WORLD_SIZE']}-{rank}\").touch()")
+    more = f"nnodes=2, rdzv='127.0.0.1:{port}', node_rank=int(os.environ['NODE'])"
+    text = LAUNCHER.replace("command=", f"{more}, command=")
+    command = [sys.executable, "-c", text, str(j.script), "2", "30"]
+    nodes = [subprocess.Popen(command, env={**os.environ, "NODE": str(node)}) for node in (0, 1)]
+    assert [node.wait(timeout=90) for node in nodes] == [0, 0]
+    assert sorted(path.name for path in j.folder.glob("world*")) == ["world2-0", "world2-1"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megalite.train.ranks import rank_from_env
 torch.set_num_threads(1)
 place = rank_from_env(os.environ)
 try:
-    dist.init_process_group("gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size,
+    dist.init_process_group("gloo", init_method="env://", rank=place.rank, world_size=place.world_size,
                             timeout=timedelta(seconds=60))
     x = torch.full((4,), float(place.rank))
     for step in range(1000):
