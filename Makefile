@@ -1,7 +1,6 @@
 # make train   trains the tiny preset on this machine's CPU; extra overrides: make train ARGS="run.steps=20"
 # make test    runs the whole suite;                          a part of it:   make test ARGS="tests/unit -k launch"
 # make lint / make format
-# On a machine without a GPU, PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" saves gigabytes.
 
 PYTHON ?= python3
 PIP_ARGS ?=

@@ -1,7 +1,8 @@
 """The mesh of ranks: pure arithmetic (rank <-> pp, dp, tp) and the process groups of each axis.
 
 tp is the fastest axis: rank = (pp_index * dp + dp_index) * tp + tp_index. The dp axis is dp_replicate x dp_shard, shard
-faster. Every group carries the run's time-out. At size 1 a group has no process group, and every collective on it is a no-op.
+faster. Every group carries the run's time-out. At size 1 a group has no process group, and every collective on it is
+a no-op.
 """
 
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and groups. `pp_forward` and `pp_backward` carry activations and gradients on their own channels."""
+    """This rank's place and groups. `pp_forward` and `pp_backward` carry activations and gradients on their own
+    channels."""
 
     sizes: Sizes
     rank: int

@@ -1,7 +1,8 @@
 """Point-to-point messages between pipeline stages: always asynchronous, buffers held until the wait.
 
-Invariant: activations and gradients travel on different process groups, and both ends of a pair post their messages in the
-same order (`parallel/pp/lower.py` makes it so), so messages can't swap even when previous and next are the same rank (pp = 2).
+Invariant: activations and gradients travel on different process groups, and both ends of a pair post their messages
+in the same order (`parallel/pp/lower.py` makes it so), so messages can't swap even when previous and next are the
+same rank (pp = 2).
 """
 
 from dataclasses import dataclass

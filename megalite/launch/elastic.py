@@ -1,7 +1,8 @@
 """The ranks of this node under torchrun's elastic agent, without restarts: started together, ended together.
 
-The agent watches its children; when one fails it sends SIGTERM to the others and SIGKILL after a limit. What a rank has to say about its
-failure goes into an error file (`errors.py`), so that the report can name the cause and not what followed from it.
+The agent watches its children; when one fails it sends SIGTERM to the others and SIGKILL after a limit. What a rank
+has to say about its failure goes into an error file (`errors.py`), so that the report can name the cause and not what
+followed from it.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """`megalite launch`: the ranks of this node through torchrun's agent, or the text of a SLURM job.
 
-Each rank runs `python -m megalite train ...` with torchrun's variables; on one node they meet at a port that the agent picks and holds.
+Each rank runs `python -m megalite train ...` with torchrun's variables; on one node they meet at a port that the
+agent picks and holds.
 """
 
 import socket

@@ -1,8 +1,8 @@
 """From the ends of this node's ranks to one exit code and one message about the failure that came first.
 
-First means: the earliest moment at which it can have happened. A recorded exception carries its time; a rank that ended without a word was
-noticed within the agent's polling interval. Errors about lost connections, and ends by the agent's own SIGTERM, count only when there
-is nothing else, since they follow from another rank's end.
+First means: the earliest moment at which it can have happened. A recorded exception carries its time; a rank that
+ended without a word was noticed within the agent's polling interval. Errors about lost connections, and ends by the
+agent's own SIGTERM, count only when there is nothing else, since they follow from another rank's end.
 """
 
 import re
@@ -14,8 +14,8 @@ from megalite.launch.elastic import POLL_S, Ended, Failure
 from megalite.launch.errors import RankError
 
 FOLLOWS = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError|remote process exited"
-    r"|socket timeout|store.*timed? ?out|Timed out waiting .*ms for (recv|send)",
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError"
+    r"|remote process exited|socket timeout|store.*timed? ?out|Timed out waiting .*ms for (recv|send)",
     re.IGNORECASE,
 )
 NOTICED_LATE_S = 2 * POLL_S
@@ -45,7 +45,8 @@ def judge(ended: Ended, recorded: dict[int, RankError], *, num_ranks: int, stopp
         return Outcome(3)
     if ended.signal is not None:
         name = _signal_name(ended.signal)
-        return Outcome(1, f"stopped by {name}: {stopped} of {num_ranks} ranks on this node had saved and ended by themselves")
+        saved = f"{stopped} of {num_ranks} ranks on this node had saved and ended by themselves"
+        return Outcome(1, f"stopped by {name}: {saved}")
     return Outcome(0)
 
 

@@ -1,7 +1,7 @@
 """Global gradient norm and clipping over shards: every logical parameter counts once.
 
-Counted on one rank each: dp replicas, tp replicas (norm weights, replicated kv heads) and the head's copy of a tied embedding are
-left out everywhere but on their first holder.
+Counted on one rank each: dp replicas, tp replicas (norm weights, replicated kv heads) and the head's copy of a tied
+embedding are left out everywhere but on their first holder.
 """
 
 import torch

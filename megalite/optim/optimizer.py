@@ -1,6 +1,7 @@
 """AdamW and SGD on the flat shards of main params; the state is flat as well, one tensor per unit and kind.
 
-Decay is a property of the parameter's kind, so a shard is updated in slices of equal decay. Loshchilov and Hutter, arXiv:1711.05101.
+Decay is a property of the parameter's kind, so a shard is updated in slices of equal decay. Loshchilov and Hutter,
+arXiv:1711.05101.
 """
 
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class ShardOptimizer:
     def update(self, lr: float) -> None:
         """One update of all main params; gradients are left as they are.
 
-        Numerics: everything in the main dtype; bias correction from the number of updates, which skipped steps don't raise.
+        Numerics: everything in the main dtype; bias correction from the number of updates, which skipped steps don't
+        raise.
         """
         self.step_count += 1
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """What a parameter is, apart from its values: its logical tensors, its sharding, how its gradient is summed.
 
-Every `nn.Parameter` of a megalite model carries `.spec`, set by the layer that makes it. Initialisation, ZeRO, clipping,
-the optimizer and checkpoints read only the spec, so no other part guesses from names or shapes.
+Every `nn.Parameter` of a megalite model carries `.spec`, set by the layer that makes it. Initialisation, ZeRO,
+clipping, the optimizer and checkpoints read only the spec, so no other part guesses from names or shapes.
 
 A local parameter is the concatenation along dim 0 of `parts`; each part is a box of one *logical* tensor, the tensor
 that one device without fusing or padding would hold. Rows after the last part are padding: zero, and never saved.
@@ -19,8 +19,9 @@ Kind = Literal["linear", "embedding", "norm", "bias"]
 class Part:
     """A box of a logical tensor that lies in a local parameter.
 
-    `name` is the logical name, e.g. `layers.3.attention.q.weight`; `start` and `shape` are the box in the logical tensor
-    of shape `global_shape`. The box fills `shape[0]` rows of the local parameter, after the rows of earlier parts.
+    `name` is the logical name, e.g. `layers.3.attention.q.weight`; `start` and `shape` are the box in the logical
+    tensor of shape `global_shape`. The box fills `shape[0]` rows of the local parameter, after the rows of earlier
+    parts.
     """
 
     name: str

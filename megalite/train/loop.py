@@ -11,13 +11,15 @@ from megalite.observe.log import get_logger
 from megalite.optim.lr import learning_rate
 from megalite.train.build import Trainer
 from megalite.train.evaluate import evaluate
+from megalite.train.replicas import check_replicas
 from megalite.train.report import Reporter
 from megalite.train.signals import StopFlag
 from megalite.train.state import save_state
-from megalite.train.step import train_step
+from megalite.train.step import StepResult, train_step
 
 MAX_SKIPPED = 10
-"""Consecutive skipped steps after which a run stops: its weights no longer give finite losses."""
+"""Consecutive skipped steps after which a run stops: its weights no longer give finite losses, or its data trains no
+token."""
 
 
 class DivergedError(RuntimeError):
@@ -39,6 +41,7 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
         reporter: on rank 0, else None.
 
     Raises:
+        ReplicaError: copies that must be equal differ (run.check_replicas_every).
         DivergedError: MAX_SKIPPED steps in a row were skipped; weights and checkpoints are those from before them.
     """
     config = trainer.config
@@ -52,10 +55,7 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
             reporter.step(step, result, lr=rate, time_s=time.perf_counter() - began)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if skipped_in_a_row == MAX_SKIPPED:
-            raise DivergedError(
-                f"loss or gradients were not finite in the last {MAX_SKIPPED} steps, up to step {step}; the weights are "
-                f"those of step {step - MAX_SKIPPED}. Resume from an earlier checkpoint with a lower lr.peak"
-            )
+            raise DivergedError(_no_updates(result, step))
         last = step == config.run.steps or result.stop
         if loaders.valid and (last or _due(step, config.run.eval_every)):
             loss = evaluate(trainer, (loaders.valid.microbatches(i + 1) for i in range(config.run.eval_batches)))
@@ -69,6 +69,17 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
             get_logger().warning("stopped by a signal after step %d; the state is saved", step)
             return False
     return True
+
+
+def _no_updates(result: StepResult, step: int) -> str:
+    """Why the last MAX_SKIPPED steps, up to `step`, changed nothing, and what to do."""
+    why, way_out = "loss or gradients were not finite", "Resume from an earlier checkpoint with a lower lr.peak"
+    if result.valid_tokens == 0:
+        why, way_out = "no token was trained on", "Look at the labels: data.mask_eod_loss and data.train"
+    return (
+        f"{why} in the last {MAX_SKIPPED} steps, up to step {step}; the weights are those of step {step - MAX_SKIPPED}. "
+        f"{way_out}"
+    )
 
 
 def _due(step: int, every: int) -> bool:

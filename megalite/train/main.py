@@ -44,10 +44,11 @@ def run(config: Config, env: Mapping[str, str]) -> int:
         mesh = build_mesh(
             sizes_of(config), device=device, timeout_s=config.run.timeout_s, kv_replicas=config.kv_replicas
         )
-        return _train(config, mesh, stop)
+        return train(config, mesh, stop)
 
 
-def _train(config: Config, mesh: Mesh, stop: StopFlag) -> int:
+def train(config: Config, mesh: Mesh, stop: StopFlag) -> int:
+    """Build, resume, train and report on an existing mesh; returns the exit code (0 or 3)."""
     loaders = build_loaders(config, mesh)
     trainer = build(config, mesh)
     source = resolve(config.checkpoint.resume, checkpoint_root(config), group=mesh.world)

@@ -1,6 +1,7 @@
 """What a run needs to go on after a stop: the state's pieces, and the few numbers that are not tensors.
 
-Nothing else exists: batches are a function of the step, random numbers of (seed, step, index), the learning rate of the step.
+Nothing else exists: batches are a function of the step, random numbers of (seed, step, index), the learning rate of
+the step.
 """
 
 from pathlib import Path
@@ -70,6 +71,6 @@ def _check_cursor(config: Config, meta: dict[str, Any], directory: Path) -> None
         )
     if saved["seq_len"] != batch.seq_len:
         raise CheckpointError(
-            f"batch.seq_len={batch.seq_len}, but {directory} was trained with {saved['seq_len']}, which fixes where its "
-            f"data stopped; use batch.seq_len={saved['seq_len']}, or checkpoint.resume=none with another run.dir"
+            f"batch.seq_len={batch.seq_len}, but {directory} was trained with {saved['seq_len']}, which fixes where "
+            f"its data stopped; use batch.seq_len={saved['seq_len']}, or checkpoint.resume=none with another run.dir"
         )

@@ -1,7 +1,8 @@
 """One optimizer step, and the one place where losses are divided: by the tokens of the whole global batch.
 
-Tokens that are trained on are counted first, over all dp ranks; every token's loss then starts backward with gradient 1/count. So
-accumulation, data parallelism and uneven label masks give the one exact mean, and gradients over dp are summed.
+Tokens that are trained on are counted first, over all dp ranks; every token's loss then starts backward with gradient
+1/count. So accumulation, data parallelism and uneven label masks give the one exact mean, and gradients over dp are
+summed.
 """
 
 import math
@@ -26,7 +27,7 @@ class StepResult:
     valid_tokens: int
     """Tokens of the global batch that were trained on."""
     skipped: bool
-    """The loss or the norm was not finite, so no rank changed its weights."""
+    """No rank changed its weights: the loss or the norm was not finite, or the batch trains no token at all."""
     stop: bool = False
     """Some rank was asked to stop after this step."""
 
@@ -37,8 +38,8 @@ def train_step(trainer: Trainer, batches: list[Microbatch], *, lr: float, stop: 
     Args:
         stop: this rank wants to stop; all ranks learn of it in the result.
 
-    Communication: 8 bytes over dp for the token count, 24 over all ranks for loss, norm and stop, and what model, pipeline
-    and ZeRO need.
+    Communication: 8 bytes over dp for the token count, 24 over all ranks for loss, norm and stop, and what model,
+    pipeline and ZeRO need.
     """
     result = compute_grads(trainer, batches, stop=stop)
     if not result.skipped:
@@ -54,10 +55,12 @@ def compute_grads(trainer: Trainer, batches: list[Microbatch], *, stop: bool = F
     trainer.zero.begin_step()
     losses = trainer.runtime.run(batches, loss_grad=1.0 / max(valid_tokens, 1))
     trainer.zero.finish_grads()
-    own = [own_loss(trainer, losses), local_square_sum(trainer.zero), torch.tensor(float(stop), dtype=torch.float64, device=trainer.mesh.device)]
+    flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.mesh.device)
+    own = [own_loss(trainer, losses), local_square_sum(trainer.zero), flag]
     loss_sum, square_sum, stops = sum_over_ranks(trainer, own)
     loss, norm = loss_sum / max(valid_tokens, 1), math.sqrt(square_sum)
-    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    # without any gradient an update would still decay the weights and move them by momentum
+    skipped = valid_tokens == 0 or not (math.isfinite(loss) and math.isfinite(norm))
     return StepResult(loss, norm, valid_tokens, skipped, stop=stops > 0)
 
 

@@ -1,7 +1,7 @@
 """One stage on this rank: runs its chain of links forward and backward, link by link.
 
-Every link's input is detached, so a backward visits one link at a time: that is where parameters are gathered, freed and
-reduced, and why no autograd hooks are needed. Full recompute is a link whose forward kept nothing but its input.
+Every link's input is detached, so a backward visits one link at a time: that is where parameters are gathered, freed
+and reduced, and why no autograd hooks are needed. Full recompute is a link whose forward kept nothing but its input.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,8 @@ class Chunk:
         self.in_flight: dict[int, tuple[Microbatch, list[Kept]]] = {}
 
     def forward(self, mb: int, x: Tensor | None, batch: Microbatch, *, train: bool) -> Tensor:
-        """Run the chain on one microbatch; with `train`, keep what backward(mb) needs. Returns a tensor without graph."""
+        """Run the chain on one microbatch; with `train`, keep what backward(mb) needs. Returns a tensor without
+        graph."""
         kept: list[Kept] = []
         for position, link in enumerate(self.links):
             self.hooks.before_forward(position)
@@ -60,7 +61,8 @@ class Chunk:
         """Run the chain backwards from the gradient of its output; returns that of its input (None at the first stage).
 
         Args:
-            reduce: gradients are complete after this microbatch, so each link's units may be reduced as soon as it is done.
+            reduce: gradients are complete after this microbatch, so each link's units may be reduced as soon as it is
+            done.
         """
         batch, kept = self.in_flight.pop(mb)
         for position in reversed(range(len(self.links))):

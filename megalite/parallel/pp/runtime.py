@@ -1,7 +1,7 @@
 """Executes a lowered schedule on one rank: no decisions, only the listed actions in the listed order.
 
-Invariant: messages are posted exactly where the list says, so both ends agree on their order; a compute action waits for its own
-input and for nothing else. Sent buffers are kept until their send is done.
+Invariant: messages are posted exactly where the list says, so both ends agree on their order; a compute action waits
+for its own input and for nothing else. Sent buffers are kept until their send is done.
 """
 
 from collections.abc import Callable

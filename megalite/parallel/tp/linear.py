@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.kernels.wgrad import accumulate_bias, accumulate_wgrad
+from megalite.kernels.wgrad import reference as wgrad_reference
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.tp.rows import TensorParallel, empty_param, gather_rows, reduce_rows, start_reduce_rows
 from megalite.parallel.tp.specs import local_shape
@@ -44,10 +45,10 @@ def gemm_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorPar
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, site):
+    def forward(ctx, x, weight, bias, tp, site, wgrad):
         y, full = gather_gemm(x, weight, bias, tp=tp, site=f"{site}.forward")
         ctx.save_for_backward(full)
-        ctx.weight, ctx.bias, ctx.tp, ctx.site = weight, bias, tp, site
+        ctx.weight, ctx.bias, ctx.tp, ctx.site, ctx.wgrad = weight, bias, tp, site, wgrad
         return y
 
     @staticmethod
@@ -56,19 +57,19 @@ class _ColumnLinear(torch.autograd.Function):
         work, dx = None, None
         if ctx.needs_input_grad[0]:
             work, dx = start_reduce_rows(dy.mm(ctx.weight), ctx.tp, site=f"{ctx.site}.backward")
-        dweight = accumulate_wgrad(ctx.weight, dy, full)
+        dweight = accumulate_wgrad(ctx.weight, dy, full, impl=ctx.wgrad)
         dbias = None if ctx.bias is None else accumulate_bias(ctx.bias, dy)
         if work is not None:
             work.wait()
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, site, activation):
+    def forward(ctx, x, weight, bias, tp, site, wgrad, activation):
         active = x if activation is None else activation.forward(x)
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tp, ctx.site, ctx.activation = weight, bias, tp, site, activation
+        ctx.weight, ctx.bias, ctx.tp, ctx.site, ctx.wgrad, ctx.activation = weight, bias, tp, site, wgrad, activation
         return gemm_reduce(active, weight, bias, tp=tp, site=f"{site}.forward")
 
     @staticmethod
@@ -77,16 +78,16 @@ class _RowLinear(torch.autograd.Function):
         activation = ctx.activation
         full = gather_rows(dy, ctx.tp, site=f"{ctx.site}.backward")
         active = x if activation is None else activation.forward(x)
-        dweight = accumulate_wgrad(ctx.weight, full, active)
+        dweight = accumulate_wgrad(ctx.weight, full, active, impl=ctx.wgrad)
         dbias = None if ctx.bias is None else accumulate_bias(ctx.bias, dy)
         dx = full.mm(ctx.weight) if ctx.needs_input_grad[0] else None
         if activation is not None and dx is not None:
             dx = activation.backward(dx, x)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
 
 
 class _Linear(nn.Module):
-    """Weight and optional bias, on the meta device, with their specs."""
+    """Weight and optional bias, on the meta device, with their specs; `wgrad` is an implementation of kernels.wgrad."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class _Linear(nn.Module):
         dtype: torch.dtype,
         site: str,
         padding: int = 0,
+        wgrad=wgrad_reference,
     ):
         super().__init__()
         self.weight = empty_param(local_shape(weight, padding=padding), dtype)
@@ -107,6 +109,7 @@ class _Linear(nn.Module):
             self.bias.spec = bias
         self.tp = tp
         self.site = site
+        self.wgrad = wgrad
 
 
 class ColumnParallelLinear(_Linear):
@@ -119,7 +122,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(M/tp, in), or (M, in) without sequence parallel -> (M, out/tp)."""
-        return _ColumnLinear.apply(x, self.weight, self.bias, self.tp, self.site)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self.tp, self.site, self.wgrad)
 
 
 class RowParallelLinear(_Linear):
@@ -135,4 +138,4 @@ class RowParallelLinear(_Linear):
         Args:
             activation: applied to x first, and again in backward: only its input is kept.
         """
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp, self.site, activation)
+        return _RowLinear.apply(x, self.weight, self.bias, self.tp, self.site, self.wgrad, activation)

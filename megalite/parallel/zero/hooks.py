@@ -1,7 +1,7 @@
 """The manager as one stage sees it: by link position, with prefetch along the chain and the lowered schedule's actions.
 
-`reshard_after: forward` streams: one link is gathered while its neighbour runs, and freed behind it. The other policies hold the
-whole stage between GATHER and RESHARD of the schedule.
+`reshard_after: forward` streams: one link is gathered while its neighbour runs, and freed behind it. The other
+policies hold the whole stage between GATHER and RESHARD of the schedule.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """The flat layout of a unit: where each parameter lies in its buffer, and what each shard of the buffer holds.
 
-Pure arithmetic. A unit's buffer is the concatenation of its parameters in order, each start aligned, padded so that every rank
-of the shard group holds the same number of elements. Padding is zero in values and gradients, so sums may run over it.
+Pure arithmetic. A unit's buffer is the concatenation of its parameters in order, each start aligned, padded so that
+every rank of the shard group holds the same number of elements. Padding is zero in values and gradients, so sums may
+run over it.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,7 +65,8 @@ class FlatLayout:
         return found
 
     def segments(self, shard: int, keep: Callable[[Run], bool]) -> list[tuple[int, int]]:
-        """Slices [begin, end) of the shard that cover all runs with keep(run) and none without; padding may be inside."""
+        """Slices [begin, end) of the shard that cover all runs with keep(run) and none without; padding may be
+        inside."""
         merged: list[list[int]] = []
         last_kept = False
         for run in self.runs(shard):

@@ -1,8 +1,9 @@
 """ZeRO for all units of one rank: gathers, frees and reduces them around the forward and backward of model links.
 
-Invariant: whatever the stage, when a link runs its full parameters hold the values of the last update, and after `finish_grads` every
-shard holds the gradient of the whole global batch. Nothing wraps the model: the runtime calls `before_*` and `after_*` with the
-names of a link's units, and the lowered schedule says when stages are gathered, freed and reduced.
+Invariant: whatever the stage, when a link runs its full parameters hold the values of the last update, and after
+`finish_grads` every shard holds the gradient of the whole global batch. Nothing wraps the model: the runtime calls
+`before_*` and `after_*` with the names of a link's units, and the lowered schedule says when stages are gathered,
+freed and reduced.
 """
 
 from collections.abc import Iterable
@@ -55,7 +56,7 @@ class ZeroManager:
         self.policy = policy
         self.mesh = mesh
         self.units = {name: self._unit(name, params, init) for name, params in unit_params.items()}
-        shared = sum("tied" == name for name in self.units)
+        shared = sum(name == "tied" for name in self.units)
         self.reducer = Reducer(
             list(self.units.values()),
             self.shard_group,
@@ -121,10 +122,11 @@ class ZeroManager:
         self.reducer.begin_step()
 
     def finish_grads(self) -> None:
-        """Complete the gradient of every shard: over dp, over tp for what each tp rank saw in part, over the tied copies.
+        """Complete the gradient of every shard: over dp, over tp for what each tp rank saw in part, over the tied
+        copies.
 
-        Communication: dp reductions that are still on their way; one packed all-reduce over tp and one over the kv replicas
-        (only parts with spec.tp_reduce); one over the two ends of the pipeline for a tied embedding.
+        Communication: dp reductions that are still on their way; one packed all-reduce over tp and one over the kv
+        replicas (only parts with spec.tp_reduce); one over the two ends of the pipeline for a tied embedding.
         """
         self.reducer.finish()
         self._reduce_runs(self.mesh.tp, lambda run: _reduces(run, "tp"), site="zero.tp_partial")

@@ -1,8 +1,9 @@
 """Gradient reduction over dp: full gradients of a unit become this rank's shard of the sum.
 
-Invariant: `unit.grad` holds, after `finish`, the sum over all dp ranks and microbatches, in the main dtype. Two ways to get there:
-once per step (the full gradient lives through the step and the shard is its own slice) or each microbatch (full gradients come
-from a ring of two buffers, and shards accumulate). Rajbhandari et al., arXiv:1910.02054, sections 5 and 7.
+Invariant: `unit.grad` holds, after `finish`, the sum over all dp ranks and microbatches, in the main dtype. Two ways
+to get there: once per step (the full gradient lives through the step and the shard is its own slice) or each
+microbatch (full gradients come from a ring of two buffers, and shards accumulate). Rajbhandari et al.,
+arXiv:1910.02054, sections 5 and 7.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 from megalite.comm.collectives import Work, all_reduce, reduce_scatter
 from megalite.mesh import Group
 from megalite.parallel.zero.unit import Unit
+
 
 @dataclass
 class Pending:
@@ -54,8 +56,8 @@ class Reducer:
             unit.set_full_grad(torch.zeros(unit.layout.numel, dtype=unit.main.dtype, device=unit.main.device))
             unit.grad = unit.full_grad[rank * numel : (rank + 1) * numel]
         if self.each_microbatch and self.units:
-            largest = max(unit.layout.numel for unit in self.units)
-            self.free = [torch.empty(largest, dtype=u.main.dtype, device=u.main.device) for u in self.units[:1] * self.num_buffers]
+            largest, like = max(unit.layout.numel for unit in self.units), self.units[0].main
+            self.free = [like.new_empty(largest) for _ in range(self.num_buffers)]
 
     def begin_step(self) -> None:
         """Zero the gradients."""

@@ -1,12 +1,13 @@
 """One ZeRO unit: the parameters that are gathered and reduced together, as views of flat buffers.
 
-[Note: storages and views] Parameters are views of `full`, for ever. At stage 3 a free unit has an empty storage behind `full`; a
-gather resizes it back and refills it, so views that autograd saved in between see the same numbers again. A refill is the
-same value as before, thus it must not bump version counters.
+[Note: storages and views] Parameters are views of `full`, for ever. At stage 3 a free unit has an empty storage
+behind `full`; a gather resizes it back and refills it, so views that autograd saved in between see the same numbers
+again. A refill is the same value as before, thus it must not bump version counters.
 
-[Note: who owns which numbers] `shard` (compute dtype) is what is gathered, `main` (main dtype) what the optimizer owns; they are one
-tensor when the dtypes agree. `grad` (main dtype) is this rank's shard of the gradient; `full_grad` exists from the first
-backward that needs it until it is reduced, or for the whole run when gradients are reduced once per step.
+[Note: who owns which numbers] `shard` (compute dtype) is what is gathered, `main` (main dtype) what the optimizer
+owns; they are one tensor when the dtypes agree. `grad` (main dtype) is this rank's shard of the gradient; `full_grad`
+exists from the first backward that needs it until it is reduced, or for the whole run when gradients are reduced once
+per step.
 """
 
 from collections.abc import Callable
@@ -123,7 +124,8 @@ class Unit:
         """Point every parameter's `main_grad` into `buffer` (main dtype, layout.numel elements), or away."""
         self.full_grad = buffer
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            param.main_grad = None if buffer is None else buffer[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            own = slice(slot.offset, slot.offset + slot.numel)
+            param.main_grad = None if buffer is None else buffer[own].view(slot.shape)
 
     def collect_plain_grads(self) -> None:
         """Move gradients that autograd left in `.grad` (ops that are not ours) into the main gradient."""
