@@ -3,7 +3,12 @@
 Invariant: with a main gradient `param.grad` stays None and nothing is divided; a function that calls these returns
 their result as the parameter's gradient. The parameter is passed, never its data, since its storage may be freed in
 between.
+
+[Note: deferred gradients] A split backward computes input gradients first. While `param.deferred` is a list, what would
+be added to the main gradient is put there as a call, to be made later (schedule action W), in the order it came.
 """
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -18,6 +23,8 @@ def accumulate_wgrad(weight: Tensor, dy: Tensor, x: Tensor, *, impl=reference) -
         dy:     (M, out).
         x:      (M, in).
     """
+    if _deferred(weight, lambda: impl.accumulate(weight.main_grad, dy, x)):
+        return None
     main = getattr(weight, "main_grad", None)
     if main is None:
         return dy.t().mm(x)
@@ -25,9 +32,19 @@ def accumulate_wgrad(weight: Tensor, dy: Tensor, x: Tensor, *, impl=reference) -
     return None
 
 
+def _deferred(param: Tensor, action: Callable[[], object]) -> bool:
+    """Whether the action was put off; see [Note: deferred gradients]."""
+    queue = getattr(param, "deferred", None)
+    if queue is not None:
+        queue.append(action)
+    return queue is not None
+
+
 def accumulate_grad(param: Tensor, grad: Tensor) -> Tensor | None:
     """Add a finished gradient to the parameter's main gradient and return None, or return it in the parameter's
     dtype."""
+    if _deferred(param, lambda: param.main_grad.add_(grad)):
+        return None
     main = getattr(param, "main_grad", None)
     if main is None:
         return grad.to(param.dtype)
@@ -37,6 +54,8 @@ def accumulate_grad(param: Tensor, grad: Tensor) -> Tensor | None:
 
 def accumulate_bias(bias: Tensor, dy: Tensor) -> Tensor | None:
     """Add the column sums of dy (M, out), taken in the main gradient's dtype, as `accumulate_grad` does."""
+    if _deferred(bias, lambda: bias.main_grad.add_(dy.sum(0, dtype=bias.main_grad.dtype))):
+        return None
     main = getattr(bias, "main_grad", None)
     return accumulate_grad(bias, dy.sum(0, dtype=None if main is None else main.dtype))
 

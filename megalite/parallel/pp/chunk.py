@@ -2,9 +2,11 @@
 
 Every link's input is detached, so a backward visits one link at a time: that is where parameters are gathered, freed
 and reduced, and why no autograd hooks are needed. Full recompute is a link whose forward kept nothing but its input.
+A split backward (I, then W) puts the weight gradients of blocks off; embedding and head, which begin and end the chain,
+do theirs at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +21,10 @@ class LinkHooks(Protocol):
 
     def before_forward(self, position: int) -> None: ...
     def after_forward(self, position: int) -> None: ...
-    def before_backward(self, position: int) -> None: ...
-    def after_backward(self, position: int, reduce: bool) -> None: ...
+    def before_backward(self, position: int, weights: bool) -> None: ...
+    def after_backward(self, position: int, weights: bool) -> None: ...
+    def before_weights(self, position: int) -> None: ...
+    def reduce(self, position: int) -> None: ...
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Chunk:
         self.hooks = hooks
         self.recompute = recompute
         self.in_flight: dict[int, tuple[Microbatch, list[Kept]]] = {}
+        self.deferred: dict[int, list[list[Callable[[], object]]]] = {}
+        """Microbatch -> per link, the weight gradients that its I has put off."""
 
     def forward(self, mb: int, x: Tensor | None, batch: Microbatch, *, train: bool) -> Tensor:
         """Run the chain on one microbatch; with `train`, keep what backward(mb) needs. Returns a tensor without
@@ -64,20 +70,54 @@ class Chunk:
             reduce: gradients are complete after this microbatch, so each link's units may be reduced as soon as it is
             done.
         """
+        return self._backward(mb, grad, split=False, reduce=reduce)
+
+    def backward_input(self, mb: int, grad: Tensor) -> Tensor | None:
+        """As `backward`, with the weight gradients of blocks put off until `backward_weights`; nothing is reduced."""
+        self.deferred[mb] = [[] for _ in self.links]
+        return self._backward(mb, grad, split=True, reduce=False)
+
+    def backward_weights(self, mb: int, *, reduce: bool) -> None:
+        """Make the weight gradients that `backward_input` has put off, last link first."""
+        queues = self.deferred.pop(mb)
+        for position in reversed(range(len(self.links))):
+            if self._is_block(position):
+                self.hooks.before_weights(position)
+                for action in queues[position]:
+                    action()
+                queues[position].clear()
+            if reduce:
+                self.hooks.reduce(position)
+
+    def _backward(self, mb: int, grad: Tensor, *, split: bool, reduce: bool) -> Tensor | None:
         batch, kept = self.in_flight.pop(mb)
         for position in reversed(range(len(self.links))):
             entry = kept.pop()
-            self.hooks.before_backward(position)
+            defer = split and self._is_block(position)
+            self.hooks.before_backward(position, weights=not defer)
             output = entry.output
             if output is None:
                 with torch.enable_grad():
                     output = self.links[position](entry.input, batch)
+            self._defer(position, self.deferred[mb][position] if defer else None)
             torch.autograd.backward(output, grad)
+            self._defer(position, None)
             grad = entry.input.grad if entry.input is not None else None
             del output, entry
-            self.hooks.after_backward(position, reduce)
+            self.hooks.after_backward(position, weights=not defer)
+            if reduce:
+                self.hooks.reduce(position)
         return grad
+
+    def _defer(self, position: int, queue: list | None) -> None:
+        """Say where the link's parameters put their gradients: see kernels/wgrad, [Note: deferred gradients]."""
+        if self._is_block(position):
+            for param in self.links[position].parameters():
+                param.deferred = queue
 
     def _recomputes(self, position: int) -> bool:
         """Blocks are recomputed; the head's output is its loss, whose backward follows at once at the last stage."""
-        return self.recompute and getattr(self.links[position], "recomputable", False)
+        return self.recompute and self._is_block(position)
+
+    def _is_block(self, position: int) -> bool:
+        return getattr(self.links[position], "recomputable", False)

@@ -42,7 +42,7 @@ class Pass:
     loss_grad: float
     train: bool
     inputs: dict[Action, Message | Tensor] = field(default_factory=dict)
-    """F or B action -> its input, received or on the way."""
+    """F or B action -> its input, received or on the way; B stands for the I of a split backward too."""
     sends: list[Message] = field(default_factory=list)
     outputs: dict[Action, Tensor] = field(default_factory=dict)
     """F or B action -> its output, until it is sent or used by the neighbour stage on this rank."""
@@ -95,8 +95,10 @@ class PipelineRuntime:
     def _execute(self, index: int, action: Action, state: Pass) -> None:
         if action.op is Op.F:
             self._forward(action, state)
-        elif action.op is Op.B:
+        elif action.op in (Op.B, Op.I):
             self._backward(action, state)
+        elif action.op is Op.W:
+            self.chunks[action.stage].backward_weights(action.mb, reduce=(action.stage, action.mb) in self.reduces)
         elif action.op in (Op.SEND_F, Op.SEND_B):
             self._send(action, state)
         elif action.op in (Op.RECV_F, Op.RECV_B):
@@ -120,10 +122,14 @@ class PipelineRuntime:
             self._hand_over(action, Action(Op.F, stage + 1, mb), y, state)
 
     def _backward(self, action: Action, state: Pass) -> None:
-        stage, mb = action.stage, action.mb
-        grad = self.chunks[stage].backward(mb, _take(state.inputs, action), reduce=(stage, mb) in self.reduces)
+        stage, mb, chunk = action.stage, action.mb, self.chunks[action.stage]
+        output_grad = _take(state.inputs, Action(Op.B, stage, mb))
+        if action.op is Op.B:
+            grad = chunk.backward(mb, output_grad, reduce=(stage, mb) in self.reduces)
+        else:
+            grad = chunk.backward_input(mb, output_grad)
         if stage > 0:
-            self._hand_over(action, Action(Op.B, stage - 1, mb), grad, state)
+            self._hand_over(Action(Op.B, stage, mb), Action(Op.B, stage - 1, mb), grad, state)
 
     def _hand_over(self, producer: Action, consumer: Action, tensor: Tensor, state: Pass) -> None:
         """Give a result to the neighbour stage on this rank, or keep it for its SEND."""

@@ -20,20 +20,29 @@ class StageHooks:
 
     def before_forward(self, position: int) -> None:
         """Parameters of the link are ready after this; the next link's are on their way."""
-        self.manager.before(self.links[position], self._at(position + 1), backward=False)
+        self.manager.before(self.links[position], self._at(position + 1), grads=False)
 
     def after_forward(self, position: int) -> None:
         """Free the link if nothing holds it."""
         self.manager.after(self.links[position], keep=self._at(position + 1))
 
-    def before_backward(self, position: int) -> None:
-        """Parameters and gradient buffers of the link are ready after this."""
-        self.manager.before(self.links[position], self._at(position - 1), backward=True)
+    def before_backward(self, position: int, weights: bool) -> None:
+        """Parameters of the link are ready after this, and with `weights` its gradient buffers."""
+        self.manager.before(self.links[position], self._at(position - 1), grads=weights)
 
-    def after_backward(self, position: int, reduce: bool) -> None:
-        """Reduce what is complete, free what nothing holds."""
-        self.manager.after_backward(self.links[position], reduce=reduce)
+    def after_backward(self, position: int, weights: bool) -> None:
+        """Take in what autograd left in `.grad`, free what nothing holds."""
+        if weights:
+            self.manager.collect(self.links[position])
         self.manager.after(self.links[position], keep=self._at(position - 1))
+
+    def before_weights(self, position: int) -> None:
+        """Gradient buffers of the link are ready after this; its parameters are not needed."""
+        self.manager.ready_grads(self.links[position])
+
+    def reduce(self, position: int) -> None:
+        """Begin to reduce the units whose gradient the link completes."""
+        self.manager.reduce(self.links[position])
 
     def gather(self, *, backward: bool) -> None:
         """GATHER: begin with the unit that the next action touches first, or hold the whole stage."""

@@ -56,14 +56,12 @@ class ZeroManager:
         self.policy = policy
         self.mesh = mesh
         self.units = {name: self._unit(name, params, init) for name, params in unit_params.items()}
-        shared = sum(name == "tied" for name in self.units)
         self.reducer = Reducer(
             list(self.units.values()),
             self.shard_group,
             self.replicate_group,
             policy.reduce_each_microbatch,
             policy.reduce,
-            num_buffers=2 + shared,
         )
         self.held: dict[str, set[int]] = {name: set() for name in self.units}
         self.peak_live_bytes = 0
@@ -91,12 +89,12 @@ class ZeroManager:
             if not self.held[name]:
                 self.units[name].reshard()
 
-    def before(self, link: LinkUnits, following: LinkUnits | None, *, backward: bool) -> None:
-        """Have the link's parameters ready (and its gradient buffers before a backward); prefetch the next link's."""
+    def before(self, link: LinkUnits, following: LinkUnits | None, *, grads: bool) -> None:
+        """Have the link's parameters ready (and its gradient buffers with `grads`); prefetch the next link's."""
         for name in link.reads:
             self.units[name].finish_gather()
-            if backward:
-                self.reducer.ready(self.units[name])
+        if grads:
+            self.ready_grads(link)
         for name in following.reads if following else ():
             self.units[name].start_gather()
         live = sum(u.full_bytes for u in self.units.values() if u.full.untyped_storage().nbytes() > 0)
@@ -108,11 +106,19 @@ class ZeroManager:
             if not self.held[name] and not (keep and name in keep.reads):
                 self.units[name].reshard()
 
-    def after_backward(self, link: LinkUnits, *, reduce: bool) -> None:
-        """Take in gradients that autograd left behind; reduce the units whose gradient this link completes."""
+    def ready_grads(self, link: LinkUnits) -> None:
+        """Have buffers that the link's gradients may be added to."""
+        for name in link.reads:
+            self.reducer.ready(self.units[name])
+
+    def collect(self, link: LinkUnits) -> None:
+        """Take in gradients that autograd left behind."""
         for name in link.reads:
             self.units[name].collect_plain_grads()
-        for name in link.reduces if reduce else ():
+
+    def reduce(self, link: LinkUnits) -> None:
+        """Begin to reduce the units whose gradient this link completes."""
+        for name in link.reduces:
             self.reducer.start(self.units[name])
 
     # Around steps

@@ -2,7 +2,7 @@
 
 Invariant: `unit.grad` holds, after `finish`, the sum over all dp ranks and microbatches, in the main dtype. Two ways
 to get there: once per step (the full gradient lives through the step and the shard is its own slice) or each
-microbatch (full gradients come from a ring of two buffers, and shards accumulate). Rajbhandari et al.,
+microbatch (full gradients come from a small ring of buffers, and shards accumulate). Rajbhandari et al.,
 arXiv:1910.02054, sections 5 and 7.
 """
 
@@ -14,6 +14,11 @@ from torch import Tensor
 from megalite.comm.collectives import Work, all_reduce, reduce_scatter
 from megalite.mesh import Group
 from megalite.parallel.zero.unit import Unit
+
+
+RING = 2
+"""Full gradient buffers at reduce_each=microbatch: one is filled while the other is on the wire. More are made only when
+units hold theirs for longer: a tied weight between its two backwards, or embedding and head until their W."""
 
 
 @dataclass
@@ -42,10 +47,9 @@ class Reducer:
     each_microbatch: bool
     dtype: torch.dtype
     """What is sent; gradients themselves keep the main dtype."""
-    num_buffers: int = 2
-    """Full gradient buffers at reduce_each=microbatch: one is filled while the other is on the wire."""
     pending: list[Pending] = field(default_factory=list)
     free: list[Tensor] = field(default_factory=list)
+    num_buffers: int = 0
 
     def __post_init__(self) -> None:
         for unit in self.units:
@@ -55,9 +59,6 @@ class Reducer:
             numel, rank = unit.layout.shard_numel, unit.group.rank
             unit.set_full_grad(torch.zeros(unit.layout.numel, dtype=unit.main.dtype, device=unit.main.device))
             unit.grad = unit.full_grad[rank * numel : (rank + 1) * numel]
-        if self.each_microbatch and self.units:
-            largest, like = max(unit.layout.numel for unit in self.units), self.units[0].main
-            self.free = [like.new_empty(largest) for _ in range(self.num_buffers)]
 
     def begin_step(self) -> None:
         """Zero the gradients."""
@@ -67,12 +68,23 @@ class Reducer:
     def ready(self, unit: Unit) -> None:
         """Make sure that the unit's backward has a buffer to accumulate into."""
         if unit.full_grad is None:
-            if not self.free:
-                self._finish_oldest()
-            unit.set_full_grad(self.free.pop()[: unit.layout.numel].zero_())
+            unit.set_full_grad(self._buffer()[: unit.layout.numel].zero_())
+
+    def _buffer(self) -> Tensor:
+        if not self.free and self.pending and self.num_buffers >= RING:
+            self._finish_oldest()
+        if not self.free:
+            self.num_buffers += 1
+            self.free.append(self.units[0].main.new_empty(max(unit.layout.numel for unit in self.units)))
+        return self.free.pop()
 
     def start(self, unit: Unit) -> None:
-        """Begin to reduce the unit's full gradient; it must not be added to before the next `ready`."""
+        """Begin to reduce the unit's full gradient; it must not be added to before the next `ready`.
+
+        Nothing is left to do when all contributions went with an earlier microbatch's (W actions may lag behind).
+        """
+        if unit.full_grad is None:
+            return
         plain = self.shard_group.size == 1 or self.dtype == unit.main.dtype
         source = unit.full_grad if plain else unit.full_grad.to(self.dtype)
         in_place = not self.each_microbatch and source is unit.full_grad
@@ -98,7 +110,6 @@ class Reducer:
                     unit.grad.copy_(tensor)
 
     def _finish_oldest(self) -> None:
-        assert self.pending, "a full gradient buffer is held and never reduced"
         done = self.pending.pop(0)
         done.finish()
         if self.each_microbatch:
