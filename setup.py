@@ -83,9 +83,10 @@ def ninja_text(compiler: str, nvcc: str | None) -> str:
     """The build.ninja file: one rule per language, one object per source, one shared library."""
     includes = include_flags()
     define = "-DMEGALITE_CUDA=1" if nvcc else ""
-    host = f"-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra {define} {includes}"
+    # no contraction: every operation is rounded once, so all vector levels and the GPU agree to the bit
+    host = f"-O3 -std=c++17 -fPIC -pthread -ffp-contract=off -fvisibility=hidden -Wall -Wextra {define} {includes}"
     device = f"-O3 -std=c++17 -Xcompiler -fPIC -ccbin {shlex.quote(compiler)} {GENCODE} {define} {includes}"
-    link = f"{nvcc} -shared -cudart static -ccbin {shlex.quote(compiler)}" if nvcc else f"{compiler} -shared"
+    link = f"{nvcc} -shared -cudart static -ccbin {shlex.quote(compiler)}" if nvcc else f"{compiler} -shared -pthread"
     lines = [
         "rule cxx",
         f"  command = {compiler} {host} -MMD -MF $out.d -c $in -o $out",

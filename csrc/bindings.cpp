@@ -1,11 +1,19 @@
-// The only Python-facing file: numpy arrays in, numpy arrays out, error codes to ValueError. One line per function.
+// The only Python-facing file: numpy arrays in, numpy arrays out, error codes to ValueError. Optimizer kernels take the
+// addresses of tensors as integers; what they point at is the caller's business.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "host.h"
+#include "host_kernels.h"
+#ifdef MEGALITE_CUDA
+#include "cuda_kernels.h"
+#endif
 
 namespace py = pybind11;
 
@@ -66,6 +74,75 @@ py::tuple philox_words(uint32_t key0, uint32_t key1, uint64_t start, int64_t num
   return py::make_tuple(word0, word1);
 }
 
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// slices: (num, 6) addresses of main, grad, exp_avg, exp_avg_sq, copy (0 for none), and the number of elements.
+std::vector<megalite::AdamSlice> adam_slices(const In<int64_t>& slices, const In<double>& decays) {
+  if (slices.ndim() != 2 || slices.shape(1) != 6 || decays.ndim() != 1 || decays.shape(0) != slices.shape(0))
+    throw std::invalid_argument("slices must be (num, 6) and decays (num,)");
+  std::vector<megalite::AdamSlice> found;
+  for (py::ssize_t i = 0; i < slices.shape(0); ++i) {
+    const int64_t* row = slices.data(i, 0);
+    if (row[5] < 0) throw std::invalid_argument("a slice has a negative number of elements");
+    found.push_back({pointer<float>(row[0]), pointer<const float>(row[1]), pointer<float>(row[2]), pointer<float>(row[3]),
+                     pointer<uint16_t>(row[4]), row[5], decays.at(i)});
+  }
+  return found;
+}
+
+megalite::AdamHyper adam_hyper(const py::tuple& numbers) {
+  if (numbers.size() != 4) throw std::invalid_argument("hyper must be (lr, beta1, beta2, eps)");
+  return {numbers[0].cast<double>(), numbers[1].cast<double>(), numbers[2].cast<double>(), numbers[3].cast<double>()};
+}
+
+int simd_or_best(int simd) { return simd < 0 ? megalite::best_simd() : simd; }
+
+void adamw(const In<int64_t>& slices, const In<double>& decays, const py::tuple& hyper, int64_t step, float scale,
+           int threads, int simd) {
+  const std::vector<megalite::AdamSlice> all = adam_slices(slices, decays);
+  const megalite::AdamHyper numbers = adam_hyper(hyper);
+  int error = 0;
+  {
+    py::gil_scoped_release release;
+    for (const megalite::AdamSlice& one : all)
+      error = std::max(error, megalite::adamw_cpu(one, numbers, step, scale, threads, simd_or_best(simd)));
+  }
+  check(error);
+}
+
+double square_sum(uintptr_t grad, int64_t num, int threads, int simd) {
+  double sum = 0.0;
+  int error = 0;
+  {
+    py::gil_scoped_release release;
+    error = megalite::square_sum_cpu(pointer<const float>(grad), num, &sum, threads, simd_or_best(simd));
+  }
+  check(error);
+  return sum;
+}
+
+#ifdef MEGALITE_CUDA
+void check_cuda(int error) {
+  if (error) throw std::runtime_error(std::string("CUDA: ") + megalite::cuda_error_text(error));
+}
+
+void adamw_cuda(const In<int64_t>& slices, const In<double>& decays, const py::tuple& hyper, uintptr_t step,
+                uintptr_t scale, uintptr_t stream) {
+  const std::vector<megalite::AdamSlice> all = adam_slices(slices, decays);
+  check_cuda(megalite::adamw_cuda(all.data(), static_cast<int>(all.size()), adam_hyper(hyper),
+                                  pointer<const int64_t>(step), pointer<const float>(scale),
+                                  pointer<CUstream_st>(stream)));
+}
+
+void square_sum_cuda(uintptr_t grad, int64_t num, uintptr_t scratch, uintptr_t sum, uintptr_t stream) {
+  check_cuda(megalite::square_sum_cuda(pointer<const float>(grad), num, pointer<double>(scratch), pointer<double>(sum),
+                                       pointer<CUstream_st>(stream)));
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -73,4 +150,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("blend_index", &blend_index, py::arg("weights"), py::arg("num"));
   m.def("philox_words", &philox_words, py::arg("key0"), py::arg("key1"), py::arg("start"), py::arg("num"),
         py::arg("stream") = 0);
+  m.def("simd_level", [] { return static_cast<int>(megalite::best_simd()); });
+  m.def("adamw", &adamw, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"), py::arg("scale"),
+        py::arg("threads"), py::arg("simd") = -1);
+  m.def("square_sum", &square_sum, py::arg("grad"), py::arg("num"), py::arg("threads"), py::arg("simd") = -1);
+#ifdef MEGALITE_CUDA
+  m.attr("SQUARE_SUM_SCRATCH") = megalite::kSquareSumScratch;
+  m.def("adamw_cuda", &adamw_cuda, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"),
+        py::arg("scale"), py::arg("stream"));
+  m.def("square_sum_cuda", &square_sum_cuda, py::arg("grad"), py::arg("num"), py::arg("scratch"), py::arg("sum"),
+        py::arg("stream"));
+#endif
 }

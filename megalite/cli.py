@@ -24,11 +24,15 @@ app = typer.Typer(name="megalite", help="Pretrain GPT models.", no_args_is_help=
 config_app = typer.Typer(help="Show a config, or what one may hold.", no_args_is_help=True)
 data_app = typer.Typer(help="Make and look at corpora.", no_args_is_help=True)
 checkpoint_app = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+kernels_app = typer.Typer(help="Which kernels run here, whether they are right, how fast.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(kernels_app, name="kernels")
 
 ConfigPath = Annotated[str, Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped preset.")]
+Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+Ops = Annotated[list[str] | None, Argument(metavar="[OP ...]", help="Default: all.")]
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[key=value ...]", help="Overrides, e.g. mesh.tp=4 data.train=[{path: x}].")
 ]
@@ -52,7 +56,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> int:
         code = _exit_code(error)
         report_error(env, error, exit_code=code)
         if started_by_launch(env) and code:
-            raise SystemExit(code) from None  # the launcher prints it, once for all ranks
+            return code  # the launcher prints it, once for all ranks
         raise
     if code == EXIT_STOPPED:
         report_stop(env)
@@ -78,6 +82,17 @@ def launch(
     return start(
         loaded, [config, *overrides], env=dict(os.environ), nnodes=nnodes, node_rank=node_rank, rdzv=rdzv, slurm=slurm
     )
+
+
+@app.command()
+def verify(config: ConfigPath, overrides: Overrides = None) -> int:
+    """Check on this machine's CPU that a config's layout trains as one device does."""
+    from megalite.config.load import load_config
+
+    loaded = load_config(config, overrides or [])
+    from megalite.verify.main import verify as check
+
+    return check(loaded)
 
 
 @app.command()
@@ -131,6 +146,53 @@ def checkpoint_verify(directory: Annotated[str, Argument(metavar="DIR", help="A 
     from megalite.checkpoint.command import verify
 
     print(verify(directory))
+
+
+@kernels_app.command("list")
+def kernels_list(
+    device: Device = "auto", dtype: Annotated[str, Option(help="Compute dtype: bf16, fp32 or fp64.")] = "bf16"
+) -> None:
+    """Show each op's implementations, which one `auto` takes here, and why not the others."""
+    from megalite.kernels.command import list_kernels
+
+    print(list_kernels(device=device, dtype=dtype))
+
+
+@kernels_app.command("check")
+def kernels_check(
+    ops: Ops = None,
+    device: Device = "auto",
+    dtype: Annotated[list[str] | None, Option(help="fp32, bf16, fp16 or fp64; may be repeated.")] = None,
+) -> int:
+    """Check every implementation that runs here against float64; exit code 1 when one is wrong."""
+    from megalite.kernels.command import check_kernels
+
+    return check_kernels(ops or [], device=device, dtypes=dtype or ["fp32", "bf16", "fp16"])
+
+
+@kernels_app.command("bench")
+def kernels_bench(
+    ops: Ops = None,
+    device: Device = "auto",
+    dtype: Annotated[str | None, Option(help="Default bf16 on a GPU, fp32 on a CPU.")] = None,
+    rounds: Annotated[int, Option(help="A number is the median of so many runs.", min=1)] = 15,
+    compiled: Annotated[bool, Option("--compile/--no-compile", help="Also measure torch.compile.")] = True,
+    tiny: Annotated[bool, Option("--tiny", help="Smallest sizes: a test of the benchmark, not of speed.")] = False,
+    json_file: Annotated[str | None, Option("--json", metavar="FILE", help="Also write the numbers here.")] = None,
+) -> None:
+    """Measure every implementation that runs here against torch, on random data, as a share of the roofline."""
+    from megalite.kernels.command import bench_kernels
+
+    settings = {"rounds": rounds, "compiled": compiled, "tiny": tiny, "path": json_file}
+    print(bench_kernels(ops or [], device=device, dtype=dtype, **settings))
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what was built, what runs on this machine, and why the rest does not."""
+    from megalite.doctor import report
+
+    print(report())
 
 
 @config_app.command("show")

@@ -4,12 +4,14 @@ A message names every field it depends on with its value, says the rule, and end
 that would have no effect is a problem too: nothing is silently ignored.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megalite.config.schema import Config, DpSplit, Lr, Model, Optimizer, RopeScaling
+from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+KERNELS = ("auto", "reference", "triton", "cuda")
 
 
 def problems(config: Config) -> list[str]:
@@ -20,6 +22,7 @@ def problems(config: Config) -> list[str]:
         *_batch(config),
         *_pipeline(config),
         *_zero(config),
+        *_kernels(config.kernels, config.model),
         *_optimizer(config.optimizer),
         *_lr(config.lr, config.run.steps),
         *_data(config),
@@ -234,6 +237,27 @@ def _zero(config: Config) -> Iterator[str]:
             f"mesh.dp.shard={dp.shard} with zero.stage=0, which shards nothing; use mesh.dp={config.dp}, or "
             "zero.stage=1, 2 or 3"
         )
+
+
+def _kernels(kernels: Kernels, model: Model) -> Iterator[str]:
+    """Whether a choice can be met here is not known before the device is: see kernels/registry.py."""
+    for op, choice in kernels:
+        if choice not in KERNELS and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", choice):
+            yield f"kernels.{op}={choice} must be {_choices([*KERNELS, 'package.module:object'])}; use auto"
+    why = {}
+    if model.norm != "rmsnorm":
+        why["rmsnorm"] = f"with model.norm={model.norm}"
+    if model.norm != "layernorm":
+        why["layernorm"] = f"with model.norm={model.norm}"
+    if model.position != "rope":
+        why["rope"] = f"with model.position={model.position}"
+    if model.activation != "swiglu":
+        why["swiglu"] = f"with model.activation={model.activation}"
+    if model.activation != "gelu":
+        why["gelu"] = f"with model.activation={model.activation}"
+    if model.dropout == 0.0 and model.attention_dropout == 0.0:
+        why["dropout"] = "with model.dropout=0 and model.attention_dropout=0"
+    yield from _unused(kernels, "kernels", why)
 
 
 def _optimizer(optimizer: Optimizer) -> Iterator[str]:

@@ -226,6 +226,8 @@ class Optimizer(Section):
     """Kinds of parameters that are decayed."""
     clip_norm: Real = Field(1.0, ge=0)
     """Global gradient norm limit; 0 switches clipping off."""
+    implementation: Literal["auto", "reference", "native", "triton", "cuda", "apex"] = "auto"
+    """Of AdamW and the gradient norm. auto: cuda or triton on a GPU, native (C++) on the CPU, else reference (torch)."""
 
 
 class Lr(Section):
@@ -299,6 +301,8 @@ class Run(Section):
     """Global batches per evaluation."""
     tensorboard: Flag = False
     """Also write TensorBoard events."""
+    check_replicas_every: NonNegative = 0
+    """Steps between comparisons of all copies that ranks hold of the same numbers; 0: never."""
 
 
 class Comm(Section):
@@ -313,6 +317,31 @@ class Overlap(Section):
 
     backend: Literal["auto", "none"] = "auto"
     """How tp collectives are overlapped with their GEMM."""
+
+
+class Kernels(Section):
+    """Which implementation each op uses: auto | reference | triton | cuda | package.module:object.
+
+    auto: the fastest that runs on the device. An object of yours offers the functions of the op's reference.py and is
+    checked against them before the first step.
+    """
+
+    rmsnorm: str = "auto"
+    """RMSNorm, with the residual add before it."""
+    layernorm: str = "auto"
+    """LayerNorm, with the residual add before it."""
+    rope: str = "auto"
+    """Rotary embedding of q and k."""
+    swiglu: str = "auto"
+    """SwiGLU of gate and up."""
+    gelu: str = "auto"
+    """GELU, tanh form."""
+    linear_cross_entropy: str = "auto"
+    """The head: projection to the vocabulary and cross entropy in pieces, without whole logits."""
+    wgrad: str = "auto"
+    """Weight gradients, added into the main gradients."""
+    dropout: str = "auto"
+    """Dropout with counter-based masks."""
 
 
 class Config(Section):
@@ -332,6 +361,8 @@ class Config(Section):
     """Number formats."""
     recompute: Literal["none", "selective", "full"] = "none"
     """none | selective (attention and activations) | full (every block)."""
+    kernels: Kernels = Kernels()
+    """Implementations of the model's ops."""
     comm: Comm = Comm()
     """Communication."""
     overlap: Overlap = Overlap()

@@ -20,6 +20,7 @@ class Case:
 
     make:      generator -> (differentiable tensors, other arguments) of the op.
     forward_bytes, backward_bytes: what must at least be read and written.
+    flops: of forward and backward together.
     roundings: relative error in units of the compute dtype's epsilon, beyond one rounding to `dtype`.
     """
 
@@ -36,15 +37,22 @@ class Case:
         """The dtype of the arithmetic."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def inputs(self, seed: int = 0) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """The differentiable tensors, as leaves, and the other arguments."""
-        tensors, rest = self.make(torch.Generator().manual_seed(seed))
-        return [tensor.requires_grad_() for tensor in tensors], rest
+    def inputs(self, seed: int = 0, *, device: torch.device | str = "cpu") -> tuple[list[Tensor], tuple[Any, ...]]:
+        """The differentiable tensors, as leaves, and the other arguments; drawn on the device."""
+        with torch.device(device):
+            tensors, rest = self.make(torch.Generator(device).manual_seed(seed))
+        moved = tuple(value.to(device) if isinstance(value, Tensor) else value for value in rest)
+        return [tensor.to(device).detach().requires_grad_() for tensor in tensors], moved
 
 
 def randn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Normal numbers rounded to `dtype`."""
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def grid_numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Normal numbers on a grid of 1/16 within +-3.75: the sum of two is exact in any of DTYPES."""
+    return torch.randn(shape, generator=generator).mul_(16).round_().clamp_(-60, 60).div_(16).to(dtype)
 
 
 def each(

@@ -69,9 +69,9 @@ def _outcome(rank: int, code: int, failure: Failure | None, error: RankError | N
     who = f"rank {rank} of this node's {num_ranks} (host {host}, pid {pid})"
     how = f"was ended by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     hint = "; out of memory? the kernel's log tells" if code == -signal.SIGKILL else ""
-    said = f": {error.text}" if error else " and wrote no error (see above)"
+    said = f": {error.text}" if error else " and wrote no error"
     trace = f"{error.trace}\n" if error and error.trace else ""
-    return Outcome(1, f"{trace}{who} {how}{hint}{said}")
+    return Outcome(1, f"{trace}{who} {how}{said}{hint}")
 
 
 def _signal_name(number: int) -> str:

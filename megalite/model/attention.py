@@ -39,7 +39,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(num_samples, seq_len, sum(self.heads), self.context.model.head_dim)
         if self.rope_tables is not None:
             cos, sin = self.rope_tables.get(seq_len, x.device)
-            qkv = rope(qkv, cos, sin, num_rotated=self.heads[0] + self.heads[1])
+            impl = self.context.kernels["rope"]
+            qkv = rope(qkv, cos, sin, num_rotated=self.heads[0] + self.heads[1], impl=impl)
         selective = self.context.recompute == "selective" and qkv.requires_grad
         mixed = replay(self.core, qkv, batch) if selective else self.core(qkv, batch)
         return self.out(mixed)
@@ -84,7 +85,9 @@ def make_qkv(name: str, context: ModelContext) -> ColumnParallelLinear:
     bias = (
         ParamSpec(qkv_parts(name, "bias", (), context), "bias", init="zeros", tp_reduce=reduce) if model.bias else None
     )
-    return ColumnParallelLinear(weight, bias, tp=context.tp, dtype=context.dtype, site="attention.qkv")
+    return ColumnParallelLinear(
+        weight, bias, tp=context.tp, dtype=context.dtype, site="attention.qkv", wgrad=context.kernels["wgrad"]
+    )
 
 
 def qkv_parts(name: str, attribute: str, columns: tuple[int, ...], context: ModelContext) -> tuple[Part, Part, Part]:
@@ -114,7 +117,12 @@ def make_out(name: str, context: ModelContext) -> RowParallelLinear:
     part = split(f"{name}.out.weight", (model.hidden_size, model.num_heads * model.head_dim), dim=1, tp=context.tp)
     weight = ParamSpec((part,), "linear", init_std=context.residual_std)
     return RowParallelLinear(
-        weight, residual_bias(f"{name}.out", context), tp=context.tp, dtype=context.dtype, site="attention.out"
+        weight,
+        residual_bias(f"{name}.out", context),
+        tp=context.tp,
+        dtype=context.dtype,
+        site="attention.out",
+        wgrad=context.kernels["wgrad"],
     )
 
 

@@ -1,11 +1,13 @@
-"""What every module of the model is built from: the model's numbers and this rank's place in tp."""
+"""What every module of the model is built from: the model's numbers, this rank's place in tp, the kernels."""
 
 from dataclasses import dataclass
 
 import torch
 
 from megalite.config.schema import Config, Model
+from megalite.kernels.registry import Selection, select
 from megalite.mesh import Mesh
+from megalite.observe.log import get_logger
 from megalite.parallel.tp.rows import TensorParallel
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -21,6 +23,7 @@ class ModelContext:
     padded_vocab: int
     recompute: str
     seed: int
+    kernels: Selection
 
     @property
     def num_heads(self) -> int:
@@ -50,12 +53,20 @@ class ModelContext:
 
 
 def model_context(config: Config, mesh: Mesh) -> ModelContext:
-    """The context of this rank."""
+    """The context of this rank; logs which kernels it uses.
+
+    Raises:
+        ValueError: a choice of config.kernels that can't be met on the mesh's device.
+    """
+    dtype = DTYPES[config.precision.compute]
+    kernels = select(config.kernels, mesh.device, dtype)
+    get_logger().info("kernels:\n  %s", kernels.table().replace("\n", "\n  "))
     return ModelContext(
         model=config.model,
         tp=TensorParallel(mesh.tp, config.sequence_parallel),
-        dtype=DTYPES[config.precision.compute],
+        dtype=dtype,
         padded_vocab=config.padded_vocab,
         recompute=config.recompute,
         seed=config.run.seed,
+        kernels=kernels,
     )

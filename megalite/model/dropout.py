@@ -19,7 +19,8 @@ def residual_dropout(x: Tensor, name: str, *, context: ModelContext, batch: Micr
         return x
     first = batch.sample_start * batch.tokens.shape[1] + context.tp.row_start(batch.rows)
     key = stream_key(context.seed, "dropout", name, batch.step)
-    return dropout(x, context.model.dropout, key=key, starts=(first * x.shape[1],))
+    impl = context.kernels["dropout"]
+    return dropout(x, context.model.dropout, key=key, starts=(first * x.shape[1],), impl=impl)
 
 
 def attention_dropout(weights: Tensor, name: str, *, context: ModelContext, batch: Microbatch) -> Tensor:
@@ -31,4 +32,5 @@ def attention_dropout(weights: Tensor, name: str, *, context: ModelContext, batc
         for b in range(num_samples)
     )
     key = stream_key(context.seed, "dropout", name, batch.step)
-    return dropout(weights, context.model.attention_dropout, key=key, starts=starts)
+    impl = context.kernels["dropout"]
+    return dropout(weights, context.model.attention_dropout, key=key, starts=starts, impl=impl)

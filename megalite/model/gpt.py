@@ -16,7 +16,7 @@ from megalite.model.positions import RopeTables
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.tp.embedding import LearnedPositions, VocabParallelEmbedding
 from megalite.parallel.tp.linear import ColumnParallelLinear
-from megalite.parallel.tp.loss import vocab_parallel_cross_entropy
+from megalite.parallel.tp.loss import vocab_parallel_linear_cross_entropy
 from megalite.parallel.tp.specs import replicated_reduce, slab, whole
 
 
@@ -105,9 +105,13 @@ class HeadLink(Link):
 
     def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
         """(rows, D) -> loss per token (M,), the same on all ranks of tp; 0 where the label is IGNORE."""
-        labels = batch.labels.reshape(-1)
-        return vocab_parallel_cross_entropy(
-            self.logits(x), labels, tp=self.context.tp, vocab_size=self.context.model.vocab_size
+        return vocab_parallel_linear_cross_entropy(
+            self.final_norm(x),
+            self.output.weight,
+            batch.labels.reshape(-1),
+            tp=self.context.tp,
+            vocab_size=self.context.model.vocab_size,
+            impl=self.context.kernels["linear_cross_entropy"],
         )
 
 

@@ -3,8 +3,6 @@
 from torch import Tensor, nn
 
 from megalite.kernels.gelu import gelu
-from megalite.kernels.gelu import reference as gelu_reference
-from megalite.kernels.swiglu import reference as swiglu_reference
 from megalite.kernels.swiglu import swiglu
 from megalite.model.attention import residual_bias
 from megalite.model.context import ModelContext
@@ -12,8 +10,8 @@ from megalite.parallel.spec import ParamSpec
 from megalite.parallel.tp.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tp.specs import split
 
-ACTIVATIONS = {"swiglu": (swiglu, swiglu_reference, ("gate", "up")), "gelu": (gelu, gelu_reference, ("up",))}
-"""The op, its pure functions, and the logical tensors that its input's weight stacks."""
+ACTIVATIONS = {"swiglu": (swiglu, ("gate", "up")), "gelu": (gelu, ("up",))}
+"""The op, and the logical tensors that its input's weight stacks."""
 
 
 class Mlp(nn.Module):
@@ -22,7 +20,8 @@ class Mlp(nn.Module):
     def __init__(self, layer: int, context: ModelContext):
         super().__init__()
         name = f"layers.{layer}.mlp"
-        self.activation, self.pure, stacked = ACTIVATIONS[context.model.activation]
+        self.activation, stacked = ACTIVATIONS[context.model.activation]
+        self.pure = context.kernels[context.model.activation]
         self.selective = context.recompute == "selective"
         wide = make_wide(name, stacked, context)
         self.wide_name = "_".join(stacked)
@@ -34,7 +33,7 @@ class Mlp(nn.Module):
         hidden = getattr(self, self.wide_name)(x)
         if self.selective:
             return self.down(hidden, self.pure)
-        return self.down(self.activation(hidden))
+        return self.down(self.activation(hidden, impl=self.pure))
 
 
 def make_wide(name: str, stacked: tuple[str, ...], context: ModelContext) -> ColumnParallelLinear:
@@ -47,7 +46,14 @@ def make_wide(name: str, stacked: tuple[str, ...], context: ModelContext) -> Col
 
     weight = ParamSpec(parts("weight", (model.hidden_size,)), "linear", init_std=model.init_std)
     bias = ParamSpec(parts("bias", ()), "bias", init="zeros") if model.bias else None
-    return ColumnParallelLinear(weight, bias, tp=context.tp, dtype=context.dtype, site=f"mlp.{'_'.join(stacked)}")
+    return ColumnParallelLinear(
+        weight,
+        bias,
+        tp=context.tp,
+        dtype=context.dtype,
+        site=f"mlp.{'_'.join(stacked)}",
+        wgrad=context.kernels["wgrad"],
+    )
 
 
 def make_down(name: str, context: ModelContext) -> RowParallelLinear:
@@ -56,5 +62,10 @@ def make_down(name: str, context: ModelContext) -> RowParallelLinear:
     part = split(f"{name}.down.weight", (model.hidden_size, model.ffn_size), dim=1, tp=context.tp)
     weight = ParamSpec((part,), "linear", init_std=context.residual_std)
     return RowParallelLinear(
-        weight, residual_bias(f"{name}.down", context), tp=context.tp, dtype=context.dtype, site="mlp.down"
+        weight,
+        residual_bias(f"{name}.down", context),
+        tp=context.tp,
+        dtype=context.dtype,
+        site="mlp.down",
+        wgrad=context.kernels["wgrad"],
     )

@@ -14,6 +14,7 @@ class _Norm(nn.Module):
     def __init__(self, name: str, context: ModelContext):
         super().__init__()
         self.eps = context.model.norm_eps
+        self.impl = context.kernels[context.model.norm]
         self._add("weight", name, context, init="ones")
 
     def _add(self, attribute: str, name: str, context: ModelContext, *, init: str) -> None:
@@ -29,7 +30,7 @@ class RmsNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, D) -> (rows, D)."""
-        return rmsnorm(x, self.weight, eps=self.eps)
+        return rmsnorm(x, self.weight, eps=self.eps, impl=self.impl)
 
 
 class LayerNorm(_Norm):
@@ -41,7 +42,7 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, D) -> (rows, D)."""
-        return layernorm(x, self.weight, self.bias, eps=self.eps)
+        return layernorm(x, self.weight, self.bias, eps=self.eps, impl=self.impl)
 
 
 def make_norm(name: str, context: ModelContext) -> nn.Module:

@@ -73,7 +73,10 @@ def step_line(record: Record, total_steps: int, *, eta_s: float) -> str:
     if record["mfu"] is not None:
         parts.append(f"mfu {100 * record['mfu']:.1f}%")
     parts.append(f"eta {duration(eta_s)}")
-    return "  ".join(parts) + ("  SKIPPED: gradients are not finite" if record["skipped"] else "")
+    if record["skipped"]:
+        why = "no token is trained on" if record["grad_norm"] == 0 else "gradients are not finite"
+        parts.append(f"SKIPPED: {why}")
+    return "  ".join(parts)
 
 
 def summarize(records: list[Record]) -> Record:

@@ -7,6 +7,7 @@ embedding are left out everywhere but on their first holder.
 import torch
 from torch import Tensor
 
+from megalite.kernels.grad_norm import reference, square_sum
 from megalite.parallel.zero.layout import Run
 from megalite.parallel.zero.manager import ZeroManager
 
@@ -16,27 +17,20 @@ def counted(run: Run) -> bool:
     return run.part.replica == 0 and not run.slot.spec.tied_copy
 
 
-def local_square_sum(zero: ZeroManager) -> Tensor:
+def local_square_sum(zero: ZeroManager, *, impl=reference) -> Tensor:
     """Sum of squares of the gradients that this rank counts, fp64 scalar; add over all ranks for the global one.
 
-    Numerics: each slice is reduced in the main dtype, slices are added in fp64.
+    Numerics: squares and sums in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device=zero.mesh.device)
     if not zero.owns_replica:
         return total
     for unit in zero.units.values():
         for begin, end in zero.segments(unit, counted):
-            total += torch.linalg.vector_norm(unit.grad[begin:end]).double().square()
+            total += square_sum(unit.grad[begin:end], impl=impl)
     return total
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
     """What gradients are multiplied with: min(1, clip_norm / (norm + 1e-6)), 1 when clip_norm is 0 (torch's rule)."""
     return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
-
-
-def scale_grads(zero: ZeroManager, factor: float) -> None:
-    """Multiply all gradient shards."""
-    if factor != 1.0:
-        for unit in zero.units.values():
-            unit.grad.mul_(factor)

@@ -9,9 +9,12 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megalite.config.schema import Optimizer as OptimizerConfig
+from megalite.kernels.adamw import Hyper, Tensors, adamw_step
+from megalite.kernels.adamw.select import choose
+from megalite.kernels.registry import Choice
+from megalite.optim.apex import choose_apex
 from megalite.parallel.spec import Piece
 from megalite.parallel.zero.manager import ZeroManager
 from megalite.parallel.zero.unit import Unit
@@ -40,6 +43,7 @@ class ShardOptimizer:
     def __init__(self, zero: ZeroManager, config: OptimizerConfig):
         self.zero = zero
         self.config = config
+        self.kernel, self.norm_kernel = _kernels(config, zero)
         self.step_count = 0
         kinds = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",) if config.momentum > 0 else ()}[config.name]
         self.state = {k: {name: torch.zeros_like(u.main) for name, u in zero.units.items()} for k in kinds}
@@ -53,8 +57,10 @@ class ShardOptimizer:
             found.append(Slice(unit, runs[0].shard_offset, end, self.config.weight_decay if decay else 0.0))
         return found
 
-    def update(self, lr: float) -> None:
-        """One update of all main params; gradients are left as they are.
+    def update(self, lr: float, *, scale: Tensor | float = 1.0) -> None:
+        """One update of all main params from grad * scale (the clip factor); gradients are left as they are.
+
+        AdamW kernels write the compute copy as well, so that `updated` of a unit has nothing left to copy.
 
         Numerics: everything in the main dtype; bias correction from the number of updates, which skipped steps don't
         raise.
@@ -63,34 +69,25 @@ class ShardOptimizer:
         with torch.no_grad():
             for decay in sorted({s.decay for s in self.slices}):
                 slices = [s for s in self.slices if s.decay == decay]
-                (self._adamw if self.config.name == "adamw" else self._sgd)(slices, lr, decay)
+                (self._adamw if self.config.name == "adamw" else self._sgd)(slices, lr, decay, scale)
 
-    def _adamw(self, slices: list[Slice], lr: float, decay: float) -> None:
+    def _adamw(self, slices: list[Slice], lr: float, decay: float, scale: Tensor | float) -> None:
         beta1, beta2 = self.config.betas
-        device = self.zero.mesh.device
-        adamw(
-            [s.of(s.unit.main) for s in slices],
-            [s.of(s.unit.grad) for s in slices],
-            [s.of(self.state["exp_avg"][s.unit.name]) for s in slices],
-            [s.of(self.state["exp_avg_sq"][s.unit.name]) for s in slices],
-            [],
-            # adamw counts this update itself
-            [torch.tensor(float(self.step_count - 1), device=device) for _ in slices],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=self.config.eps,
-            maximize=False,
-        )
+        hyper = Hyper(lr, beta1, beta2, self.config.eps, decay, self.step_count)
+        adamw_step([self._tensors(s) for s in slices], hyper, scale=scale, impl=self.kernel.module)
+        for s in slices:
+            s.unit.copied = True
 
-    def _sgd(self, slices: list[Slice], lr: float, decay: float) -> None:
+    def _tensors(self, s: Slice) -> Tensors:
+        moments = (s.of(self.state[kind][s.unit.name]) for kind in ("exp_avg", "exp_avg_sq"))
+        copy = None if s.unit.shard is s.unit.main else s.of(s.unit.shard)
+        return Tensors(s.of(s.unit.main), s.of(s.unit.grad), *moments, copy)
+
+    def _sgd(self, slices: list[Slice], lr: float, decay: float, scale: Tensor | float) -> None:
         """Decay is decoupled, as in AdamW: main *= 1 - lr * decay before the step."""
         momentum = self.config.momentum
         for s in slices:
-            main, grad = s.of(s.unit.main), s.of(s.unit.grad)
+            main, grad = s.of(s.unit.main), s.of(s.unit.grad) * scale
             main.mul_(1 - lr * decay)
             if momentum > 0:
                 grad = s.of(self.state["momentum"][s.unit.name]).mul_(momentum).add_(grad)
@@ -112,3 +109,22 @@ class ShardOptimizer:
             for run in self.zero.runs(unit)
             if keep(run)
         ]
+
+
+def _kernels(config: OptimizerConfig, zero: ZeroManager) -> tuple[Choice, Choice]:
+    """The implementations of the update and of the gradient norm; SGD has plain torch only.
+
+    Raises:
+        ValueError: optimizer.implementation can't be met.
+    """
+    device, main = zero.mesh.device, zero.policy.main
+    if config.name == "sgd":
+        update = choose("adamw", "reference", device=device, dtype=main)
+        if config.implementation == "apex":
+            raise ValueError("optimizer.implementation=apex has AdamW only; use optimizer.name=adamw or another one")
+    elif config.implementation == "apex":
+        update = choose_apex(device, main)
+    else:
+        update = choose("adamw", config.implementation, device=device, dtype=main)
+    of_norm = "auto" if config.implementation == "apex" else config.implementation
+    return update, choose("grad_norm", of_norm, device=device, dtype=main)

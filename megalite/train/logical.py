@@ -21,7 +21,7 @@ def full_params(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def full_grads(trainer: Trainer) -> dict[str, Tensor]:
-    """Main grads by logical name, after train.step.compute_grads (or train_step, then clipped)."""
+    """Main grads by logical name, after train.step.compute_grads or train_step, before clipping."""
     return gather_logical(trainer, trainer.optimizer.grad_pieces(counted))
 
 

@@ -56,6 +56,8 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if skipped_in_a_row == MAX_SKIPPED:
             raise DivergedError(_no_updates(result, step))
+        if _due(step, config.run.check_replicas_every):
+            check_replicas(trainer, step)
         last = step == config.run.steps or result.stop
         if loaders.valid and (last or _due(step, config.run.eval_every)):
             loss = evaluate(trainer, (loaders.valid.microbatches(i + 1) for i in range(config.run.eval_batches)))
@@ -77,8 +79,8 @@ def _no_updates(result: StepResult, step: int) -> str:
     if result.valid_tokens == 0:
         why, way_out = "no token was trained on", "Look at the labels: data.mask_eod_loss and data.train"
     return (
-        f"{why} in the last {MAX_SKIPPED} steps, up to step {step}; the weights are those of step {step - MAX_SKIPPED}. "
-        f"{way_out}"
+        f"{why} in the last {MAX_SKIPPED} steps, up to step {step}; the weights are those of step "
+        f"{step - MAX_SKIPPED}. {way_out}"
     )
 
 

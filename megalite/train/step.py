@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.batch import IGNORE, Microbatch
 from megalite.comm.collectives import all_reduce
-from megalite.optim.norm import clip_factor, local_square_sum, scale_grads
+from megalite.optim.norm import clip_factor, local_square_sum
 from megalite.train.build import Trainer
 
 
@@ -43,8 +43,8 @@ def train_step(trainer: Trainer, batches: list[Microbatch], *, lr: float, stop: 
     """
     result = compute_grads(trainer, batches, stop=stop)
     if not result.skipped:
-        scale_grads(trainer.zero, clip_factor(result.grad_norm, trainer.config.optimizer.clip_norm))
-        trainer.optimizer.update(lr)
+        clip = clip_factor(result.grad_norm, trainer.config.optimizer.clip_norm)
+        trainer.optimizer.update(lr, scale=clip)  # fused: the shards keep the unclipped gradient
         trainer.zero.updated()
     return result
 
@@ -56,7 +56,8 @@ def compute_grads(trainer: Trainer, batches: list[Microbatch], *, stop: bool = F
     losses = trainer.runtime.run(batches, loss_grad=1.0 / max(valid_tokens, 1))
     trainer.zero.finish_grads()
     flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.mesh.device)
-    own = [own_loss(trainer, losses), local_square_sum(trainer.zero), flag]
+    own_squares = local_square_sum(trainer.zero, impl=trainer.optimizer.norm_kernel.module)
+    own = [own_loss(trainer, losses), own_squares, flag]
     loss_sum, square_sum, stops = sum_over_ranks(trainer, own)
     loss, norm = loss_sum / max(valid_tokens, 1), math.sqrt(square_sum)
     # without any gradient an update would still decay the weights and move them by momentum

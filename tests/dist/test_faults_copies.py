@@ -1,4 +1,4 @@
-"""Faults that make ranks disagree: every copy of a number, on whatever rank, holds the same bits, before and after steps.
+"""Faults that make ranks disagree: every copy of a number holds the same bits on all ranks, before and after steps.
 
 Copies are the tp replicas of norms, biases, positions and kv heads, dp replicas, gathered parameters, and the two ends
 of a tied embedding. The gathered tests of `test_layouts.py` look at one copy only.
@@ -39,7 +39,7 @@ CASES = {
 
 
 def snapshot(trainer: Trainer) -> dict[tuple, torch.Tensor]:
-    """Everything that this rank holds, by what it is: parameters as the model reads them, main params and main grads."""
+    """All that this rank holds, by what it is: parameters as the model reads them, main params and main grads."""
     held = {}
     for unit in trainer.zero.units.values():
         unit.finish_gather()
@@ -106,7 +106,7 @@ def first_grads(rank: int, world: int, settings: dict[str, Any]) -> tuple:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_gradients_are_summed_in_fp32_over_microbatches_and_dp(stage):
-    """Z13, Z02, O08, P17: four microbatches on each of two ranks against eight on one; only the order of sums differs."""
+    """Z13, Z02, O08, P17: four microbatches on each of two ranks, or eight on one: only the order of sums differs."""
     one = settings_of(f"{BF16} {SGD}")
     (want,) = run_ranks(1, first_grads, one)
     results = run_ranks(2, first_grads, settings_of(f"{BF16} {SGD} mesh.dp=2 zero.stage={stage}"))

@@ -71,8 +71,9 @@ def test_values_that_few_microbatches_reach(stage):
     check(2, f"mesh.dp=2 zero.stage={stage} {GPT}", [odd_batches(), odd_batches(10)])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 5, 9])
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches"), [("gpipe", 1), ("gpipe", 5), ("1f1b", 1), ("1f1b", 3), ("1f1b", 9)]
+)
 def test_any_number_of_microbatches(schedule, num_microbatches):
     """L04: fewer microbatches than stages, and more; the lowering proof covers all other numbers."""
     batches = [make_microbatch(1, 8, seed=i, vocab_size=VOCAB) for i in range(num_microbatches)]
@@ -81,9 +82,9 @@ def test_any_number_of_microbatches(schedule, num_microbatches):
 
 @pytest.mark.parametrize("num_microbatches", [4, 6])
 def test_two_ranks_that_send_both_ways(num_microbatches):
-    """L05: at pp=2 both neighbours are the same rank; twenty runs end and give the same bits."""
+    """L05: at pp=2 both neighbours are the same rank; ten runs end and give the same bits."""
     batches = [make_microbatch(1, 8, seed=i, vocab_size=VOCAB) for i in range(num_microbatches)]
-    check(2, f"mesh.pp=2 {INTERLEAVED}", [batches], repeats=20)
+    check(2, f"mesh.pp=2 {INTERLEAVED}", [batches], repeats=10)
 
 
 def test_interleaved_chunks_on_four_ranks():
@@ -104,17 +105,20 @@ def test_the_same_batch_twice_is_the_same_mean():
 
 
 def losses_of(rank: int, world: int, settings: dict[str, Any], batches: list[Microbatch]):
-    """The loss sum of each microbatch, and what the embedding and the head were given."""
+    """The loss sum of each microbatch, and the first token and label that the embedding and the head were given."""
     trainer = make_trainer(settings)
-    seen: dict[str, list[int]] = {"EmbeddingLink": [], "HeadLink": []}
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def note(link: torch.nn.Module, args: tuple, _: object) -> None:
+        batch = args[1]
+        seen.setdefault(type(link).__name__, []).append((int(batch.tokens[0, 0]), int(batch.labels[0, 0])))
+
     for link in (link for stage in trainer.stages for link in stage.links):
-        link.register_forward_hook(lambda link, args, _: seen.setdefault(type(link).__name__, []).append(args[1].tag))
-    for tag, batch in enumerate(batches):
-        object.__setattr__(batch, "tag", (tag, int(batch.tokens[0, 0]), int(batch.labels[0, 0])))
+        link.register_forward_hook(note)
     trainer.zero.begin_step()
     losses = trainer.runtime.run(batches, loss_grad=1.0)
     trainer.zero.finish_grads()
-    return [float(loss) for loss in losses], seen["EmbeddingLink"], seen["HeadLink"]
+    return [float(loss) for loss in losses], seen.get("EmbeddingLink"), seen.get("HeadLink")
 
 
 @pytest.mark.parametrize("overrides", ["mesh.pp=2", f"mesh.pp=2 {INTERLEAVED}", "mesh.pp=2 pipeline.schedule=gpipe"])
@@ -128,7 +132,7 @@ def test_labels_belong_to_the_microbatch(overrides):
     assert none == []
     assert len({round(loss, 6) for loss in want}) == 6, "the losses must tell microbatches apart"
     assert found == pytest.approx(want, rel=1e-12)
-    assert tokens == labels == [(k, k, k) for k in range(6)]
+    assert tokens == labels == [(k, k) for k in range(6)]
 
 
 def train_and_evaluate(rank: int, world: int, settings: dict[str, Any], held_out: list[Microbatch]):

@@ -63,7 +63,7 @@ def run(settings: dict[str, Any], world: int, masks: Masks) -> dict[str, Any]:
 
 
 def oracle_run(layout: Layout, initial: dict[str, Tensor]) -> dict[str, Any]:
-    """The same steps by the oracle, in float64; its gradients scaled by the clip factor, as a trainer holds them."""
+    """The same steps by the oracle, in float64; its gradients are those before clipping, as a trainer holds them."""
     settings = layout.settings
     batches = [global_batch(settings, layout.masks, step) for step in range(NUM_STEPS)]
     steps = oracle.train_steps(
@@ -80,7 +80,7 @@ def oracle_run(layout: Layout, initial: dict[str, Tensor]) -> dict[str, Any]:
             (step.loss, step.grad_norm, int((batch["labels"] != oracle.IGNORE).sum()))
             for step, batch in zip(steps, batches, strict=True)
         ],
-        "grads": [{k: v * f for k, v in step.grads.items()} for step, f in zip(steps, factors, strict=True)],
+        "grads": [step.grads for step in steps],
         "params": steps[-1].params,
     }
 

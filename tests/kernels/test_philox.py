@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megalite.kernels.dropout import dropout
-from megalite.kernels.dropout.reference import keep_threshold
+from megalite.kernels.dropout.mask import keep_threshold
 from megalite.kernels.philox import fill_keep, fill_normal, stream_key
-from megalite.kernels.philox import op as philox_op
+from megalite.kernels.philox import reference as philox_reference
 from megalite.kernels.philox.reference import philox4x32, words
 
 ONES = 0xFFFFFFFF
@@ -60,7 +60,7 @@ def test_any_cut_draws_the_same(monkeypatch):
     cut = torch.empty(300)
     fill_normal(cut, (3, 4), start=2**32 - 500 + 450, std=0.5)
     assert torch.equal(cut, whole[450:750])
-    monkeypatch.setattr(philox_op, "PIECE", 7)
+    monkeypatch.setitem(philox_reference.PIECE, "cpu", 7)
     assert torch.equal(fill_normal(torch.empty(1000), (3, 4), start=2**32 - 500, std=0.5), whole)
 
 

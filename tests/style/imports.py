@@ -10,7 +10,7 @@ from tests.style.rules import Source, imported_names
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["verify", "launch"],
+    ["verify", "launch", "doctor"],
     ["train"],
     ["checkpoint", "plan"],
     ["optim", "model", "data"],

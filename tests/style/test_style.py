@@ -1,5 +1,7 @@
 """The rules applied to the whole project."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.style.imports import check_direction, find_cycles
@@ -26,3 +28,11 @@ def test_imports_go_one_way(sources):
 
 def test_no_import_cycle(sources):
     assert not find_cycles(sources)
+
+
+def test_pytest_collects_every_test_folder(pytestconfig):
+    """pytest leaves out folders named dist unless it is told otherwise."""
+    tests = Path(__file__).resolve().parents[1]
+    folders = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
+    assert {"unit", "kernels", "dist", "style"} <= folders
+    assert not folders & set(pytestconfig.getini("norecursedirs"))

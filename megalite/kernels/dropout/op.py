@@ -10,15 +10,12 @@ from megalite.kernels.philox import Key
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, key, starts, impl):
-        mask = impl.keep_mask(x.shape, p=p, key=key, starts=starts, device=x.device)
-        ctx.save_for_backward(mask)
-        ctx.p, ctx.impl = p, impl
-        return impl.forward(x, mask, p)
+        ctx.mask, ctx.impl = {"p": p, "key": key, "starts": starts}, impl
+        return impl.forward(x, **ctx.mask)
 
     @staticmethod
     def backward(ctx, dy):
-        (mask,) = ctx.saved_tensors
-        return ctx.impl.backward(dy, mask, ctx.p), None, None, None, None
+        return ctx.impl.backward(dy, **ctx.mask), None, None, None, None
 
 
 def dropout(x: Tensor, p: float, *, key: Key, starts: tuple[int, ...], impl=reference) -> Tensor:
@@ -29,7 +26,7 @@ def dropout(x: Tensor, p: float, *, key: Key, starts: tuple[int, ...], impl=refe
         key:    the stream, from (seed, op name with layer index, step).
         starts: global index of the first element of each of len(starts) equal runs along dim 0 of x.
 
-    Memory: keeps one byte per element for backward.
+    Memory: keeps nothing for backward.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout p={p} must be in [0, 1); use 0 to switch it off")

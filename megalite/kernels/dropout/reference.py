@@ -1,38 +1,17 @@
-"""Dropout as pure functions: the mask is a function of (key, global element index), so no layout changes it."""
+"""Dropout as pure functions, in plain torch. Nothing is kept for backward, which draws the same mask again."""
 
-import math
-from fractions import Fraction
-
-import torch
 from torch import Tensor
 
-from megalite.kernels.philox import Key, fill_keep
+from megalite.kernels.dropout.mask import keep_mask
+from megalite.kernels.philox import Key
 
 
-def keep_threshold(p: float) -> int:
-    """The smallest word w whose uniform number (w + 0.5) / 2^32 is >= p."""
-    return math.ceil(Fraction(p) * 2**32 - Fraction(1, 2))
-
-
-def keep_mask(shape: tuple[int, ...], *, p: float, key: Key, starts: tuple[int, ...], device: torch.device) -> Tensor:
-    """True where an element is kept.
-
-    Args:
-        starts: global index of the first element of each of len(starts) equal runs along dim 0 of `shape`; inside a
-        run,
-            indices are consecutive in row-major order.
-    """
-    mask = torch.empty(shape, dtype=torch.bool, device=device)
-    for run, start in zip(mask.chunk(len(starts)), starts, strict=True):
-        fill_keep(run, key, start=start, threshold=keep_threshold(p))
-    return mask
-
-
-def forward(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """x / (1 - p) where kept, else 0."""
+def forward(x: Tensor, *, p: float, key: Key, starts: tuple[int, ...]) -> Tensor:
+    """x / (1 - p) where kept, else 0; see mask.keep_mask for `starts`."""
+    mask = keep_mask(x.shape, p=p, key=key, starts=starts, device=x.device)
     return (x * (1.0 / (1.0 - p))).mul_(mask)
 
 
-def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
+def backward(dy: Tensor, *, p: float, key: Key, starts: tuple[int, ...]) -> Tensor:
     """The gradient of forward, the same map."""
-    return forward(dy, mask, p)
+    return forward(dy, p=p, key=key, starts=starts)

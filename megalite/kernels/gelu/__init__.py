@@ -1,5 +1,5 @@
-"""GELU, tanh form."""
+"""GELU, tanh form, alone and with the bias add before it."""
 
-from megalite.kernels.gelu.op import gelu
+from megalite.kernels.gelu.op import bias_gelu, gelu
 
-__all__ = ["gelu"]
+__all__ = ["bias_gelu", "gelu"]

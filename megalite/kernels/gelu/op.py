@@ -1,9 +1,10 @@
-"""GELU as an autograd function over a pure forward and backward."""
+"""GELU, alone and fused with the bias add before it, as autograd functions over pure ones."""
 
 import torch
 from torch import Tensor
 
 from megalite.kernels.gelu import reference
+from megalite.kernels.wgrad import accumulate_grad
 
 
 class _Gelu(torch.autograd.Function):
@@ -18,6 +19,29 @@ class _Gelu(torch.autograd.Function):
         return ctx.impl.backward(dy, *ctx.saved_tensors), None
 
 
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, impl):
+        ctx.save_for_backward(x)
+        ctx.bias, ctx.impl = bias, impl
+        return impl.forward_bias(x, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, dbias = ctx.impl.backward_bias(dy, *ctx.saved_tensors, ctx.bias)
+        return dx, accumulate_grad(ctx.bias, dbias), None
+
+
 def gelu(x: Tensor, *, impl=reference) -> Tensor:
     """GELU in the tanh form, any shape; keeps its input for backward."""
     return _Gelu.apply(x, impl)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, impl=reference) -> Tensor:
+    """GELU of x + bias for x (..., F) and bias (F,); keeps x for backward.
+
+    Numerics: the sum is not rounded to x's dtype; the bias's gradient leaves in fp32.
+    """
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(f"gelu bias of shape {tuple(bias.shape)} does not fit rows of {x.shape[-1]} elements")
+    return _BiasGelu.apply(x, bias, impl)

@@ -1,4 +1,4 @@
-"""The tanh form of GELU (GPT-2), fp32 inside (fp64 for fp64).
+"""The tanh form of GELU (GPT-2), alone and with the bias add before it, fp32 inside (fp64 for fp64).
 
 Reference: Hendrycks and Gimpel, arXiv:1606.08415.
 """
@@ -17,3 +17,16 @@ def backward(dy: Tensor, x: Tensor) -> Tensor:
     """dx in x's dtype."""
     compute = torch.promote_types(x.dtype, torch.float32)
     return torch.ops.aten.gelu_backward(dy.to(compute), x.to(compute), approximate="tanh").to(x.dtype)
+
+
+def forward_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of x + bias (F,), the sum in the compute dtype; in x's dtype."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    return F.gelu(x.to(compute) + bias, approximate="tanh").to(x.dtype)
+
+
+def backward_bias(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """dx in x's dtype; dbias (F,), its sum over all rows, in the compute dtype."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    dx = torch.ops.aten.gelu_backward(dy.to(compute), x.to(compute) + bias, approximate="tanh")
+    return dx.to(x.dtype), dx.reshape(-1, dx.shape[-1]).sum(0)

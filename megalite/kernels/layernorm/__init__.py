@@ -1,5 +1,5 @@
-"""LayerNorm."""
+"""LayerNorm, alone and with the residual add before it."""
 
-from megalite.kernels.layernorm.op import layernorm
+from megalite.kernels.layernorm.op import layernorm, layernorm_residual
 
-__all__ = ["layernorm"]
+__all__ = ["layernorm", "layernorm_residual"]

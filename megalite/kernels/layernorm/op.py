@@ -1,4 +1,4 @@
-"""LayerNorm as an autograd function over a pure forward and backward."""
+"""LayerNorm, alone and fused with the residual add before it, as autograd functions over pure ones."""
 
 import torch
 from torch import Tensor
@@ -22,13 +22,49 @@ class _LayerNorm(torch.autograd.Function):
         return dx, accumulate_grad(ctx.weight, dweight), accumulate_grad(ctx.bias, dbias), None, None
 
 
+class _LayerNormResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, impl):
+        y, total, mean, rstd = impl.forward_residual(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, mean, rstd)
+        ctx.weight, ctx.bias, ctx.impl = weight, bias, impl
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        total, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = ctx.impl.backward_residual(dy, dtotal, total, ctx.weight, mean, rstd)
+        return dx, dx, accumulate_grad(ctx.weight, dweight), accumulate_grad(ctx.bias, dbias), None, None
+
+
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=reference) -> Tensor:
     """LayerNorm of the rows of x (M, D) with weight and bias (D,); leading dims of x are folded into M.
 
     Memory: keeps x and two numbers per row for backward.
     Numerics: fp32 inside for bf16 and fp16; the parameters' gradients leave in fp32.
     """
+    _check(x, weight, bias)
+    return _LayerNorm.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps, impl).view(x.shape)
+
+
+def layernorm_residual(
+    x: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor, eps: float, impl=reference
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x + residual, and the sum itself, both in the shape of x (..., D).
+
+    Memory: keeps the sum and two numbers per row for backward.
+    Numerics: the same as the two ops, one after the other.
+    """
+    _check(x, weight, bias)
+    if residual.shape != x.shape:
+        shapes = f"{tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
+        raise ValueError(f"layernorm residual of shape {shapes}")
+    rows = (-1, x.shape[-1])
+    y, total = _LayerNormResidual.apply(x.reshape(rows), residual.reshape(rows), weight, bias, eps, impl)
+    return y.view(x.shape), total.view(x.shape)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor) -> None:
     if not weight.shape == bias.shape == x.shape[-1:]:
         shapes = f"{tuple(weight.shape)} and {tuple(bias.shape)}"
         raise ValueError(f"layernorm weight and bias of shapes {shapes} do not fit rows of {x.shape[-1]} elements")
-    return _LayerNorm.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps, impl).view(x.shape)

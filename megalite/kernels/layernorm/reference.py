@@ -24,9 +24,31 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 def backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dx (M, D) in x's dtype, dweight and dbias (D,) in the compute dtype."""
+    dx, dweight, dbias = _backward(dy, x, weight, mean, rstd)
+    return dx.to(x.dtype), dweight, dbias
+
+
+def forward_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """LayerNorm of the sum x + residual, rounded to x's dtype: y, the sum (M, D), mean and rstd (M, 1)."""
+    total = x + residual
+    y, mean, rstd = forward(total, weight, bias, eps)
+    return y, total, mean, rstd
+
+
+def backward_residual(
+    dy: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x and of residual, which is one tensor (M, D), from those of y and of the sum; dweight and dbias
+    (D,)."""
+    dx, dweight, dbias = _backward(dy, total, weight, mean, rstd)
+    return dx.add_(dtotal).to(total.dtype), dweight, dbias
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     compute = rstd.dtype
     weight = weight.to(compute)  # also stands for the bias, of which only the presence is looked at
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+    return torch.ops.aten.native_layer_norm_backward(
         dy.to(compute), x.to(compute), x.shape[-1:], mean, rstd, weight, weight, [True, True, True]
     )
-    return dx.to(x.dtype), dweight, dbias

@@ -2,21 +2,25 @@
 
 Invariant: element i uses the counter words (low 32 bits of i, high 32 bits of i, 0, 0), so a shard draws what the full
 tensor would hold at its place, on any device and in any layout. Words are held in int64; products wrap, which keeps
-their bits.
+their bits. On CPU the compiled extension, if it is there, makes the same words faster.
 Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from megalite import native
 from megalite.kernels.philox.key import Key
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 ROUNDS = 10
+PIECE = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Elements per piece of a run: on CPU the temporaries stay in the cache, on a GPU launches are few."""
 
 Word = Tensor | int
 
@@ -39,13 +43,32 @@ def words(index: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     return w0, w1
 
 
-def normal(index: Tensor, key: Key) -> Tensor:
-    """Standard normal numbers in float64 by Box-Muller from words 0 and 1 of each element."""
-    w0, w1 = words(index, key)
-    radius = w0.double().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-    return w1.double().add_(0.5).mul_(2.0**-32 * 2.0 * math.pi).cos_().mul_(radius)
+def fill_normal(flat: Tensor, key: Key, *, start: int, std: float) -> None:
+    """Fill flat (n,) with normal(0, std) numbers of the elements start, start + 1, ...: Box-Muller from words 0 and 1.
+
+    Numerics: drawn in float64, then rounded once to flat's dtype.
+    """
+    for at, w0, w1 in _runs(flat, key, start):
+        radius = w0.double().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        flat[at] = w1.double().add_(0.5).mul_(2.0**-32 * 2.0 * math.pi).cos_().mul_(radius).mul_(std)
 
 
-def at_least(index: Tensor, key: Key, *, threshold: int) -> Tensor:
-    """Whether word 0 of each element is >= threshold: a Bernoulli draw with probability 1 - threshold / 2^32."""
-    return torch.ge(words(index, key)[0], threshold)
+def fill_keep(flat: Tensor, key: Key, *, start: int, threshold: int) -> None:
+    """Fill bool flat (n,) with `word 0 >= threshold` of the elements start, start + 1, ...: true with probability
+    1 - threshold / 2^32."""
+    for at, w0, _ in _runs(flat, key, start):
+        torch.ge(w0, threshold, out=flat[at])
+
+
+def _runs(flat: Tensor, key: Key, start: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Pieces of flat and the words of their elements, in int64."""
+    size, device = PIECE.get(flat.device.type, PIECE["cuda"]), flat.device
+    compiled = native.load() if device.type == "cpu" else None
+    for low in range(0, flat.numel(), size):
+        at = slice(low, min(low + size, flat.numel()))
+        if compiled is None:
+            index = torch.arange(start + at.start, start + at.stop, dtype=torch.int64, device=device)
+            yield at, *words(index, key)
+        else:
+            made = compiled.philox_words(*key, start + at.start, at.stop - at.start)
+            yield at, *(torch.from_numpy(word).to(torch.int64) for word in made)

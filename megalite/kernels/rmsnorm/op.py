@@ -1,4 +1,4 @@
-"""RMSNorm as an autograd function over a pure forward and backward."""
+"""RMSNorm, alone and fused with the residual add before it, as autograd functions over pure ones."""
 
 import torch
 from torch import Tensor
@@ -22,12 +22,47 @@ class _RmsNorm(torch.autograd.Function):
         return dx, accumulate_grad(ctx.weight, dweight), None, None
 
 
+class _RmsNormResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, impl):
+        y, total, rstd = impl.forward_residual(x, residual, weight, eps)
+        ctx.save_for_backward(total, rstd)
+        ctx.weight, ctx.impl = weight, impl
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        total, rstd = ctx.saved_tensors
+        dx, dweight = ctx.impl.backward_residual(dy, dtotal, total, ctx.weight, rstd)
+        return dx, dx, accumulate_grad(ctx.weight, dweight), None, None
+
+
 def rmsnorm(x: Tensor, weight: Tensor, *, eps: float, impl=reference) -> Tensor:
     """RMSNorm of the rows of x (M, D) with weight (D,); leading dims of x are folded into M.
 
     Memory: keeps x and one number per row for backward.
     Numerics: fp32 inside for bf16 and fp16; the weight's gradient leaves in fp32.
     """
+    _check(x, weight)
+    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, impl).view(x.shape)
+
+
+def rmsnorm_residual(
+    x: Tensor, residual: Tensor, *, weight: Tensor, eps: float, impl=reference
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x + residual, and the sum itself, both in the shape of x (..., D).
+
+    Memory: keeps the sum and one number per row for backward.
+    Numerics: the same as the two ops, one after the other.
+    """
+    _check(x, weight)
+    if residual.shape != x.shape:
+        raise ValueError(f"rmsnorm residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}")
+    rows = (-1, x.shape[-1])
+    y, total = _RmsNormResidual.apply(x.reshape(rows), residual.reshape(rows), weight, eps, impl)
+    return y.view(x.shape), total.view(x.shape)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rmsnorm weight of shape {tuple(weight.shape)} does not fit rows of {x.shape[-1]} elements")
-    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, impl).view(x.shape)

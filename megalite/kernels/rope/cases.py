@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.cases import Case, each, randn
+from megalite.kernels.rope import reference
 from megalite.kernels.rope.op import rope
 from megalite.kernels.rope.tables import frequencies, tables
 
@@ -22,9 +23,9 @@ def make_case(samples: int, seq_len: int, heads: int, rotated: int, head_dim: in
     return Case(name, dtype, make, moved, moved, flops=3 * torch.Size(shape).numel())
 
 
-def call(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+def call(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, *, impl=reference) -> Tensor:
     """The op."""
-    return rope(qkv, cos, sin, num_rotated=rotated)
+    return rope(qkv, cos, sin, num_rotated=rotated, impl=impl)
 
 
 def truth(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.cases import Case, each, randn
+from megalite.kernels.swiglu import reference
 from megalite.kernels.swiglu.op import swiglu
 
 
@@ -17,9 +18,9 @@ def make_case(rows: int, width: int, *, dtype: torch.dtype) -> Case:
     return Case(f"{rows}x{width}", dtype, make, 3 * moved, 5 * moved, flops=6 * rows * width)
 
 
-def call(gate_up: Tensor) -> Tensor:
+def call(gate_up: Tensor, *, impl=reference) -> Tensor:
     """The op."""
-    return swiglu(gate_up)
+    return swiglu(gate_up, impl=impl)
 
 
 def truth(gate_up: Tensor) -> Tensor:

@@ -1,31 +1,66 @@
-"""Cross entropy when each rank of tp holds one slice of the vocabulary. A full row of logits is never assembled."""
+"""The head when each rank of tp holds one slice of the vocabulary: projection and cross entropy in one.
 
+Invariant: neither a full row of logits nor the (M, Vp/tp) logits of this rank's slice ever exist; rows are gathered
+once in forward, and dx is summed once in backward, over all chunks together.
+"""
+
+import torch
 from torch import Tensor
 
 from megalite.comm.collectives import all_reduce
-from megalite.kernels.cross_entropy import cross_entropy
-from megalite.parallel.tp.rows import TensorParallel
+from megalite.kernels.cross_entropy import alone
+from megalite.kernels.linear_cross_entropy import linear_cross_entropy
+from megalite.parallel.tp.rows import TensorParallel, gather_rows, reduce_rows
+
+SITE = "head"
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, tp: TensorParallel, vocab_size: int) -> Tensor:
-    """Cross entropy per token; rank r holds columns [r*Vp/tp, (r+1)*Vp/tp), Vp the padded vocabulary.
+class _AllRows(torch.autograd.Function):
+    """Every row, for a layer whose dx is a partial sum on each rank."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return gather_rows(x, tp, site=f"{SITE}.forward")
+
+    @staticmethod
+    def backward(ctx, dx):
+        return reduce_rows(dx, ctx.tp, site=f"{SITE}.backward"), None
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, tp: TensorParallel, vocab_size: int, impl
+) -> Tensor:
+    """Cross entropy per token of x @ weight^T; rank r holds rows [r*Vp/tp, (r+1)*Vp/tp), Vp the padded vocabulary.
 
     Args:
-        logits:     (M, Vp/tp). Backward writes dlogits into this storage; dead afterwards.
+        x:          (M/tp, D), or (M, D) without sequence parallel.
+        weight:     (Vp/tp, D); its gradient goes to `main_grad` if it has one.
         targets:    (M,) int64, the same on every rank; -100 marks a row to skip.
-        vocab_size: logical vocabulary; columns beyond it are padding, which has no share in the loss.
+        vocab_size: logical vocabulary; rows of weight beyond it are padding, which has no share in the loss.
+        impl:       an implementation of kernels/linear_cross_entropy.
 
     Returns:
         (M,) fp32 (fp64 for fp64), the same on every rank, 0 for skipped rows. Not averaged: train/step.py divides.
 
-    Communication: forward all-reduces M (max) and 2*M numbers (packed sum and target logit); backward none.
-    Numerics: max, exp and sum in fp32 for any narrower input dtype.
+    Communication: forward all-gathers x's rows (sequence parallel) and all-reduces M (max) and 2*M numbers (packed sum
+    and target logit); backward reduce-scatters dx, or all-reduces it without sequence parallel.
+    Numerics: max, exp and sum in fp32 for any narrower dtype.
+    Memory: keeps the gathered x.
     Reference: Shoeybi et al., arXiv:1909.08053, section 3.
     """
 
     def reduce(tensor: Tensor, op: str) -> None:
         all_reduce(tensor, tp.group, op=op, site=f"loss.{op}")
 
-    start = tp.rank * logits.shape[1]
-    num_valid = max(0, min(logits.shape[1], vocab_size - start))
-    return cross_entropy(logits, targets, start=start, num_valid=num_valid, reduce=reduce)
+    start = tp.rank * weight.shape[0]
+    num_valid = max(0, min(weight.shape[0], vocab_size - start))
+    return linear_cross_entropy(
+        x if tp.size == 1 else _AllRows.apply(x, tp),
+        weight,
+        targets,
+        start=start,
+        num_valid=num_valid,
+        reduce=alone if tp.size == 1 else reduce,
+        impl=impl,
+    )

@@ -53,6 +53,8 @@ class Unit:
         self.reshards = reshard and group.size > 1
         self.state = State.GATHERED
         self.full_grad: Tensor | None = None
+        self.copied = False
+        """The optimizer has written `shard` together with `main`; the next `updated` need not copy."""
         self._work = Work()
 
     def allocate(self, init: InitFn, *, compute: torch.dtype, main: torch.dtype, device: torch.device) -> None:
@@ -114,8 +116,11 @@ class Unit:
 
     def updated(self) -> None:
         """Take the optimizer's new `main` into the compute copy; full parameters are stale until gathered again."""
-        if self.shard is not self.main:
+        if self.state is State.GATHERING:
+            self.finish_gather()  # a gather of the former values must not end after that of the new ones
+        if self.shard is not self.main and not self.copied:
             self.shard.copy_(self.main)
+        self.copied = False
         if self.group.size > 1:
             self.reshard()
             self.state = State.SHARDED

@@ -1,0 +1,105 @@
+"""`megalite kernels list|check|bench`: what each op runs on here, whether it is right, how fast it is."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from megalite.config.schema import Kernels
+from megalite.kernels import bench
+from megalite.kernels.check import check_op
+from megalite.kernels.registry import NAMES, OPS, available, load, select
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def pick_device(device: str) -> torch.device:
+    """auto, cpu or cuda.
+
+    Raises:
+        ValueError: cuda where torch sees no GPU.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device={device} must be auto, cpu or cuda; use auto")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device=cuda, but torch sees no GPU here; use cpu or auto (`megalite doctor` says why)")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
+def pick_ops(ops: list[str]) -> list[str]:
+    """The named ops, or all that exist.
+
+    Raises:
+        ValueError: an unknown op.
+    """
+    unknown = [op for op in ops if op not in OPS]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is no op; use {', '.join(OPS)}")
+    return ops or list(OPS)
+
+
+def list_kernels(*, device: str, dtype: str) -> str:
+    """A table: op, its implementations, what `auto` takes; reasons below as notes."""
+    where, compute = pick_device(device), _dtype(dtype)
+    chosen = select(Kernels(), where, compute)
+    taken = {op: choice.name for op, choice in chosen.choices.items()}
+    notes: dict[str, int] = {}
+    lines = [f"{where.type}, compute {dtype}; a config's kernels.<op> overrides `auto`", ""]
+    lines.append(f"{'op':21} {'auto takes':11} " + " ".join(f"{name:10}" for name in NAMES))
+    for op in OPS:
+        cells = []
+        for name in NAMES:
+            module, reason = available(op, name, where, compute)
+            if module is not None:
+                cells.append("ready")
+            elif "has no" in reason:
+                cells.append("-")
+            else:
+                cells.append(f"no ({notes.setdefault(reason, len(notes) + 1)})")
+        lines.append(f"{op:21} {taken.get(op, '-'):11} " + " ".join(f"{cell:10}" for cell in cells))
+    lines += ["", *(f"({number}) {reason}" for reason, number in notes.items())]
+    lines += ["", "Why:", *(f"  {line}" for line in chosen.table().splitlines())]
+    lines += ["ready: can be chosen here; -: there is none. Optimizer kernels follow optimizer.implementation."]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def check_kernels(ops: list[str], *, device: str, dtypes: list[str]) -> int:
+    """Run every implementation that this device has against float64; prints a line each, 1 when one is wrong."""
+    where, failed, done = pick_device(device), 0, 0
+    for op in pick_ops(ops):
+        for name in NAMES:
+            for dtype in dtypes:
+                impl, _ = available(op, name, where, _dtype(dtype))
+                if impl is None:
+                    continue
+                result = check_op(op, impl, device=where, dtype=_dtype(dtype))
+                done += 1
+                failed += bool(result.failures)
+                state = "FAIL" if result.failures else "ok  "
+                print(f"{state} {op:21} {name:10} {dtype:5} {result.num_cases:3} cases, worst {result.worst:.0%} of limit")
+                for text in result.failures:
+                    print(f"     {text}")
+    skipped = [name for name in NAMES if all(load(op, name)[0] is None for op in OPS)]
+    print(f"{done} checks on {where.type}, {failed} failed" + (f"; no {', '.join(skipped)} kernels here" if skipped else ""))
+    return 1 if failed else 0
+
+
+def bench_kernels(
+    ops: list[str], *, device: str, dtype: str | None, rounds: int, compiled: bool, tiny: bool, path: str | None
+) -> str:
+    """Measure, and write the rows to a JSON file when `path` is given; returns the table."""
+    where = pick_device(device)
+    compute = _dtype(dtype or ("bf16" if where.type == "cuda" else "fp32"))
+    settings = bench.Settings(where, compute, rounds=rounds, compile=compiled, tiny=tiny)
+    limits = bench.ceilings(settings)
+    rows = [row for op in pick_ops(ops) for row in bench.bench_op(op, settings, limits)]
+    if path:
+        record = {"device": settings.device.type, "ceilings": vars(limits), "rows": [row.record() for row in rows]}
+        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    return bench.table(rows, limits)
+
+
+def _dtype(word: str) -> torch.dtype:
+    if word not in DTYPES:
+        raise ValueError(f"--dtype={word} must be one of {', '.join(DTYPES)}")
+    return DTYPES[word]

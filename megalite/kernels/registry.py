@@ -1,0 +1,200 @@
+"""Which implementation of each op a run uses: decided once, when the model is built, and shown as a table.
+
+Implementations of op X are modules of pure functions with the signatures of kernels/X/reference.py:
+kernels/X/triton_impl.py, kernels/X/cuda_impl.py, or an object of the user's. Only this file imports them, and only it
+guards imports: what is missing becomes a reason. `auto` never fails; an explicit choice that can't be met is an error.
+Invariant: a choice depends on the config, the device's kind and what is installed, so all ranks of a job agree.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megalite.config.schema import Kernels
+from megalite.kernels.check import check_op
+
+SELECTED = tuple(Kernels.model_fields)
+"""Ops that a config selects, in the order of the tables."""
+OPS = (*SELECTED, "cross_entropy")
+"""With those that no model uses by itself: linear_cross_entropy is built of cross_entropy's kernels."""
+NAMES = ("reference", "triton", "cuda")
+PREFERRED = ("cuda", "triton", "reference")
+"""What auto takes, if it runs."""
+AUTO_REFERENCE = {"wgrad": "torch.addmm(out_dtype=fp32), the library's GEMM, is faster"}
+"""Ops whose reference is the fast path of a GPU too, and why."""
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One op's implementation. `name` is a word of NAMES or `package.module:object`; `why` is for people."""
+
+    op: str
+    name: str
+    module: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The choice for every op; `selection["rmsnorm"]` is its module of pure functions."""
+
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+
+    def __getitem__(self, op: str) -> Any:
+        return self.choices[op].module
+
+    def table(self) -> str:
+        """One line per implementation and reason: `reference: rmsnorm, rope (cpu: ...)`."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for choice in self.choices.values():
+            groups.setdefault((choice.name, choice.why), []).append(choice.op)
+        return "\n".join(f"{name}: {', '.join(ops)} ({why})" for (name, why), ops in groups.items())
+
+
+@cache
+def load(op: str, name: str) -> tuple[ModuleType | None, str]:
+    """Implementation `name` of `op`, or None and the reason."""
+    module = f"megalite.kernels.{op}.{name if name == 'reference' else f'{name}_impl'}"
+    if importlib.util.find_spec(f"megalite.kernels.{op}") is None or importlib.util.find_spec(module) is None:
+        return None, f"{op} has no {name} implementation"
+    if name == "triton" and (missing := triton_missing()):
+        return None, missing
+    try:
+        return importlib.import_module(module), ""
+    except ImportError as error:
+        return None, f"it can't be imported: {error}"
+
+
+@cache
+def triton_missing() -> str:
+    """Why Triton can't be imported, or nothing."""
+    try:
+        version = importlib.import_module("triton").__version__
+    except ImportError as error:
+        return f"Triton is not installed ({error}; pip install 'triton>=3.6')"
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
+        return f"Triton {version} is too old; pip install 'triton>=3.6'"
+    return ""
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1), which needs no GPU."""
+    return not triton_missing() and bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def available(op: str, name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, str]:
+    """Implementation `name` of `op` if it runs on this device in this compute dtype, else None and the reason."""
+    module, reason = load(op, name)
+    if module is None or name == "reference":
+        return module, reason
+    if dtype not in TRITON_DTYPES:
+        return None, f"{name} kernels compute in fp32, and precision.compute is {_word(dtype)}"
+    if device.type == "cuda":
+        return module, ""
+    if name == "triton" and interpreting():
+        if dtype == torch.bfloat16:
+            return None, "Triton's interpreter is silently wrong in bf16"
+        return module, ""
+    hint = " or TRITON_INTERPRET=1, which is slow" if name == "triton" else ""
+    return None, f"{name} kernels need a GPU{hint}; the device is {device.type}"
+
+
+def select(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Selection:
+    """Decide every op.
+
+    Args:
+        dtype: the compute dtype, precision.compute.
+
+    Raises:
+        ValueError: every explicit choice that can't be met, each with its reason and a way out.
+    """
+    choices, problems = {}, []
+    for op, wanted in kernels:
+        try:
+            choices[op] = _choose(op, wanted, device, dtype)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    return Selection(choices)
+
+
+def _choose(op: str, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    if wanted == "auto":
+        return _auto(op, device, dtype)
+    if ":" in wanted:
+        return Choice(op, wanted, _external(op, wanted, device, dtype), "configured, checked against the reference")
+    module, reason = available(op, wanted, device, dtype)
+    if module is None:
+        raise ValueError(f"kernels.{op}={wanted} can't be met: {reason}; use {_ways(op, device, dtype)}")
+    return Choice(op, wanted, module, "configured")
+
+
+def _auto(op: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    reasons = []
+    if device.type == "cuda" and op in AUTO_REFERENCE:
+        return Choice(op, "reference", load(op, "reference")[0], f"auto: {AUTO_REFERENCE[op]}")
+    if device.type != "cuda":  # the interpreter is a test's business, never auto's
+        return Choice(op, "reference", load(op, "reference")[0], f"auto: the device is {device.type}")
+    for name in PREFERRED:
+        module, reason = available(op, name, device, dtype)
+        if module is not None:
+            return Choice(op, name, module, "; ".join(["auto", *_of_installation(reasons)]))
+        reasons.append(reason)
+    raise AssertionError(f"{op} has no reference")
+
+
+def _of_installation(reasons: Iterable[str]) -> list[str]:
+    """Reasons that a user can do something about."""
+    return [reason for reason in reasons if "has no" not in reason]
+
+
+def _ways(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    names = [name for name in NAMES if available(op, name, device, dtype)[0] is not None]
+    return " or ".join(["auto", *names])
+
+
+def required(op: str) -> tuple[str, ...]:
+    """The functions that an implementation of `op` offers: those that its op.py calls on it."""
+    source = inspect.getsource(importlib.import_module(f"megalite.kernels.{op}.op"))
+    return tuple(sorted(set(re.findall(r"\bimpl\.(\w+)\(", source))))
+
+
+def _external(op: str, path: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The user's object, checked on small cases.
+
+    Raises:
+        ValueError: it can't be imported, lacks a function, fails, or differs from the reference.
+    """
+    where = f"kernels.{op}={path}"
+    way_out = f"correct it or use kernels.{op}=auto"
+    module, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where} can't be imported: {error}; is it on PYTHONPATH? {way_out}") from None
+    missing = [name for name in required(op) if not callable(getattr(found, name, None))]
+    if missing:
+        raise ValueError(
+            f"{where} lacks {', '.join(missing)}: it needs {', '.join(required(op))} as in "
+            f"megalite/kernels/{op}/reference.py; {way_out}"
+        )
+    wrong = check_op(op, found, device=device, dtype=dtype).failures
+    if wrong:
+        raise ValueError(f"{where} differs from the reference: {wrong[0]} ({len(wrong)} failures); {way_out}")
+    return found
+
+
+def _word(dtype: torch.dtype) -> str:
+    return {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
