@@ -97,16 +97,28 @@ def verify(config: ConfigPath, overrides: Overrides = None) -> int:
 
 @app.command()
 def schedule(
-    kind: Annotated[str, Option(help="gpipe, 1f1b or interleaved.")] = "1f1b",
+    kind: Annotated[
+        str, Option(help="gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, v_half, dualpipe_v, or a .csv file.")
+    ] = "1f1b",
     pp: Annotated[int, Option(help="Pipeline parallel size.", min=1)] = 4,
-    virtual: Annotated[int, Option(help="Chunks per rank.", min=1)] = 1,
+    virtual: Annotated[int | None, Option(help="Chunks per rank; default what the kind needs.", min=1)] = None,
     microbatches: Annotated[int, Option(help="Microbatches per step.", min=1)] = 8,
+    costs: Annotated[
+        str, Option(metavar="F,I,W,SEND", help="Lengths of forward, input and weight gradient, and message.")
+    ] = "1,1,1,0",
     png: Annotated[str | None, Option(metavar="FILE", help="Also draw it into this file.")] = None,
+    svg: Annotated[str | None, Option(metavar="FILE", help="Also draw it into this file.")] = None,
+    trace: Annotated[str | None, Option(metavar="FILE", help="Also write a Chrome/Perfetto trace.")] = None,
 ) -> None:
     """Draw a pipeline schedule, with its bubble and its memory."""
-    from megalite.parallel.pp.command import schedule_command
+    from megalite.parallel.pp.command import Outputs, schedule_command
 
-    print(schedule_command(kind, pp=pp, virtual=virtual, num_microbatches=microbatches, png=png))
+    outputs = Outputs(png, svg, trace)
+    print(
+        schedule_command(
+            kind, pp=pp, virtual=virtual, num_microbatches=microbatches, costs=costs, outputs=outputs
+        ).rstrip("\n")
+    )
 
 
 @data_app.command("prepare")

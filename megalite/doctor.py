@@ -19,7 +19,7 @@ from megalite import native
 from megalite.config.schema import Kernels
 from megalite.kernels.registry import interpreting, select, triton_missing
 from megalite.observe.hardware import peak_flops
-from megalite.optim.apex import why_no_apex
+from megalite.optim.apex import apex_problem
 
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)
@@ -163,8 +163,8 @@ def _collectives() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    apex = why_no_apex()
-    if apex is None:
+    apex = apex_problem()
+    if not apex:
         yield Finding("ok", "apex", "NVIDIA's, for optimizer.implementation=apex")
     else:
         yield Finding("absent" if "not installed" in apex else "problem", "apex", apex)

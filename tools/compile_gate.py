@@ -27,7 +27,16 @@ ROOT = Path(__file__).resolve().parents[1]
 BASELINE = Path(__file__).with_name("compile_gate_baseline.json")
 CACHE = ROOT / ".cache" / "compile_gate"
 NVCC_ARCHS = {"sm_80": "sm_80", "sm_90": "sm_90a"}
-NVCC_FLAGS = ["-O3", "-std=c++17", "-Xptxas", "-warn-spills", "-Werror", "all-warnings", "-I", str(ROOT / "csrc/include")]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-Xptxas",
+    "-warn-spills",
+    "-Werror",
+    "all-warnings",
+    "-I",
+    str(ROOT / "csrc/include"),
+]
 CUDA_EXPECT = {
     "adamw": (r"LDG\.E\.128", r"STG\.E\.128"),
     "grad_norm": (r"LDG\.E\.128", r"SHFL"),
@@ -155,7 +164,7 @@ def inspect(cubin: bytes, *, expect: Iterable[str], shared: int = 0) -> Result:
     usage, sass = dump(cubin, "resource-usage"), dump(cubin, "sass")
 
     def most(word: str) -> int:
-        return max(int(number) for number in re.findall(rf"\b{word}:(\d+)", usage))
+        return max((int(number) for number in re.findall(rf"\b{word}:(\d+)", usage)), default=0)
 
     return Result(
         registers=most("REG"),
@@ -292,8 +301,8 @@ def main() -> int:
     failed = sum(bool(texts) for texts in problems.values()) + len(lost)
     if options.update and not failed and not options.only:
         write_baseline(jobs, results, tools)
-    spills = sum(result.spills for result in results)
-    print(f"{len(jobs)} compilations, {failed} failed, {spills} spills ({', '.join(f'{k} {v}' for k, v in tools.items())})")
+    spills, versions = sum(result.spills for result in results), ", ".join(f"{k} {v}" for k, v in tools.items())
+    print(f"{len(jobs)} compilations, {failed} failed, {spills} spills ({versions})")
     return 1 if failed else 0
 
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megalite.config.pipeline import schedule_problems
 from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
 KERNELS = ("auto", "reference", "triton", "cuda")
 
 
@@ -185,29 +185,35 @@ def _indivisible(given: dict[str, int], values: str, dp: int) -> Iterator[str]:
 def _pipeline(config: Config) -> Iterator[str]:
     pipeline, pp, virtual = config.pipeline, config.mesh.pp, config.pipeline.virtual
     num_layers, stages = config.model.num_layers, config.num_stages
-    if pipeline.schedule not in SCHEDULES:
-        yield f"pipeline.schedule={pipeline.schedule} is unknown; use {_choices(SCHEDULES)}"
-    elif virtual > 1 and pipeline.schedule != "interleaved":
+    sequences = config.batch.micro_batch_size * config.dp if config.batch.micro_batch_size else None
+    yield from schedule_problems(
+        pipeline.schedule,
+        pp=pp,
+        virtual=virtual,
+        num_microbatches=config.batch.num_microbatches,
+        sequences=sequences,
+    )
+    if pipeline.layers is not None and pipeline.layout is not None:
         yield (
-            f"pipeline.virtual={virtual} needs pipeline.schedule=interleaved, not {pipeline.schedule}; use "
-            "pipeline.virtual=1 or pipeline.schedule=interleaved"
+            f"pipeline.layers={shown(pipeline.layers)} and pipeline.layout={pipeline.layout} both say which blocks a "
+            "stage has; leave one of them out"
         )
-    num = config.batch.num_microbatches
-    if pipeline.schedule == "interleaved" and pp > 1 and num and num % pp:
-        per_microbatch = config.batch.micro_batch_size * config.dp if config.batch.micro_batch_size else None
-        near = [v for v in (num // pp * pp, (num // pp + 1) * pp) if v > 0]
-        totals = f" (batch.global_batch_size={_choices(v * per_microbatch for v in near)})" if per_microbatch else ""
-        yield (
-            f"batch.num_microbatches={num} is not a multiple of mesh.pp={pp}, which pipeline.schedule=interleaved "
-            f"needs; use {_choices(near)}{totals}, or pipeline.schedule=1f1b with pipeline.virtual=1"
-        )
-    if pipeline.layers is not None:
+    elif pipeline.layers is not None:
         yield from _explicit_layers(pipeline.layers, num_layers, stages, f"mesh.pp={pp} * pipeline.virtual={virtual}")
+    elif pipeline.layout is not None:
+        yield from _layout(config)
     elif num_layers < stages:
         yield (
             f"model.num_layers={num_layers} is less than mesh.pp={pp} * pipeline.virtual={virtual} = {stages} stages; "
             f"use fewer stages, model.num_layers={stages} or more, or pipeline.layers with zeros for empty stages"
         )
+
+
+def _layout(config: Config) -> Iterator[str]:
+    try:
+        _ = config.stage_layers
+    except ValueError as error:
+        yield str(error)
 
 
 def _explicit_layers(layers: tuple[int, ...], num_layers: int, stages: int, product: str) -> Iterator[str]:
@@ -226,7 +232,11 @@ def _explicit_layers(layers: tuple[int, ...], num_layers: int, stages: int, prod
 def _zero(config: Config) -> Iterator[str]:
     zero, dp = config.zero, config.mesh.dp
     if zero.stage < 3:
-        yield from _unused(zero, "zero", {"reshard_after": f"with zero.stage={zero.stage}: parameters stay whole"})
+        why = f"with zero.stage={zero.stage}: parameters stay whole"
+        yield from _unused(zero, "zero", {"reshard_after": why, "max_live_bytes": why})
+    elif config.dp_shard == 1:
+        why = "with one shard (mesh.dp=1 or mesh.dp.shard=1): parameters stay whole"
+        yield from _unused(zero, "zero", {"max_live_bytes": why})
     if zero.stage < 2 and zero.reduce_each == "microbatch":
         yield (
             f"zero.reduce_each=microbatch with zero.stage={zero.stage}: whole gradients are kept until the step, so "

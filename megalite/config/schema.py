@@ -6,10 +6,14 @@ that readers find concrete values; nothing changes afterwards. Sizes that follow
 of `Config`.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag, model_validator
 from pydantic_core import PydanticCustomError
+
+from megalite.config.pipeline import equal_sizes, layout_sizes
+from megalite.observe.flops import ModelShape
 
 
 def _number(value: Any) -> Any:
@@ -161,11 +165,15 @@ class Pipeline(Section):
     """The pipeline schedule."""
 
     schedule: str = "1f1b"
-    """gpipe | 1f1b | interleaved."""
+    """gpipe | 1f1b | interleaved | zb_h1 | zb_h2 | zbv | v_half | dualpipe_v, or the path of a .csv file with one line
+    of F, B, I, W actions per pp rank (see `megalite schedule`)."""
     virtual: Positive = 1
-    """Chunks per rank (interleaved)."""
+    """Chunks per rank: any number for interleaved, 2 for zbv, v_half and dualpipe_v, what a file has, else 1."""
     layers: tuple[NonNegative, ...] | None = None
     """Blocks per stage, pp*virtual numbers that sum to num_layers; default as equal as possible, see stage_layers."""
+    layout: str | None = None
+    """The same as text, `E,2*B|3*B|3*B|2*B,H`: stages joined by |, of E (embedding), n*B (blocks), H (head); or auto:
+    stages of equal FLOPs, the head counted."""
 
 
 class Zero(Section):
@@ -177,6 +185,8 @@ class Zero(Section):
     """Stage 3: when gathered parameters are freed."""
     reduce_each: Literal["microbatch", "step"] | None = None
     """When gradients are reduced; default microbatch for stages 2 and 3, else step."""
+    max_live_bytes: Positive | None = None
+    """Stage 3: bound on the gathered parameters of a rank; prefetches wait for room. Default none."""
     offload_optimizer: Literal["none"] = "none"
     """Where the optimizer state lives: none keeps it on the device."""
 
@@ -435,15 +445,23 @@ class Config(Section):
     def stage_layers(self) -> tuple[tuple[int, int], ...]:
         """First and last + 1 block of each stage.
 
-        Without pipeline.layers each stage has num_layers // num_stages blocks; those that remain go one each to the
-        inner stages from the second on, then to the first: the ends also hold the embedding and the head.
+        Without pipeline.layers and pipeline.layout each stage has num_layers // num_stages blocks; those that remain go
+        one each to the inner stages from the second on, then to the first: the ends also hold the embedding and the
+        head.
         """
-        sizes = self.pipeline.layers or _equal_stages(self.model.num_layers, self.num_stages)
+        sizes = self.pipeline.layers or self._layout_sizes() or equal_sizes(self.model.num_layers, self.num_stages)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
-
-def _equal_stages(num_layers: int, num_stages: int) -> list[int]:
-    base, remaining = divmod(num_layers, num_stages)
-    order = [*range(1, num_stages - 1), 0, num_stages - 1]
-    return [base + (stage in order[:remaining]) for stage in range(num_stages)]
+    def _layout_sizes(self) -> tuple[int, ...] | None:
+        """Blocks per stage that pipeline.layout says; None without one."""
+        if self.pipeline.layout is None:
+            return None
+        sizes = self.model.model_dump(include={field.name for field in fields(ModelShape)} - {"gated"})
+        shape = ModelShape(**sizes, gated=self.model.activation == "swiglu")
+        return layout_sizes(
+            self.pipeline.layout,
+            shape,
+            seq_len=self.batch.seq_len or self.model.max_seq_len,
+            num_stages=self.num_stages,
+        )

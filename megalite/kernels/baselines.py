@@ -66,9 +66,41 @@ def wgrad(main: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     return main.detach().add_(dy.detach().t() @ x.detach())
 
 
+def dropout(x: Tensor, *rest: Any) -> Tensor:
+    """torch's own, with its own generator."""
+    return F.dropout(x, 0.1)
+
+
+def grad_norm(grad: Tensor) -> Tensor:
+    """torch's own norm, in fp32."""
+    return torch.linalg.vector_norm(grad.detach())
+
+
+def adamw(main: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """torch's fused step, with what a training loop does around it: scale the gradient, write the bf16 copy."""
+    options = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    scaled = grad.detach() * 0.37
+    step = torch.full((), 7.0, device=main.device)
+    state = [[main.detach()], [scaled], [exp_avg.detach()], [exp_avg_sq.detach()], [], [step]]
+    torch._fused_adamw_(*state, amsgrad=False, maximize=False, **options)
+    main.detach().to(torch.bfloat16)
+
+
 TORCH: dict[str, Function] = {
     function.__name__: function
-    for function in (rmsnorm, layernorm, rope, swiglu, gelu, cross_entropy, linear_cross_entropy, wgrad)
+    for function in (
+        rmsnorm,
+        layernorm,
+        rope,
+        swiglu,
+        gelu,
+        cross_entropy,
+        linear_cross_entropy,
+        wgrad,
+        dropout,
+        adamw,
+        grad_norm,
+    )
 }
 
 
@@ -84,7 +116,7 @@ def liger() -> dict[str, Function]:
     except ImportError:
         return {}
     return {
-        "rmsnorm": lambda x, weight, *residual: found.liger_rms_norm(x, weight, EPS, in_place=False),
+        "rmsnorm": lambda x, weight: found.liger_rms_norm(x, weight, EPS, in_place=False),
         "layernorm": lambda x, weight, bias: found.liger_layer_norm(x, weight, bias, EPS),
         "swiglu": lambda gate_up: found.liger_swiglu(*gate_up.chunk(2, dim=-1)),
         "cross_entropy": lambda logits, targets, valid: found.liger_cross_entropy(

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import baselines
+from megalite.kernels.adamw import Tensors, adamw_step
 from megalite.kernels.baselines import EPS, Function
 from megalite.kernels.cases import Case
+from megalite.kernels.catalog import ALL_NAMES, OPTIMIZER_OPS, find
 from megalite.kernels.check import load_cases
 from megalite.kernels.cross_entropy import cross_entropy
 from megalite.kernels.layernorm import layernorm_residual
-from megalite.kernels.registry import NAMES, available
 from megalite.kernels.rmsnorm import rmsnorm_residual
+from megalite.observe.log import get_logger
 
 SMALL = {
     "rmsnorm": (4096, 1024),
@@ -33,8 +35,18 @@ SMALL = {
     "cross_entropy": (1024, 4096, 4096),
     "linear_cross_entropy": (1024, 256, 4096, 4096),
     "wgrad": (1024, 512, 512),
+    "dropout": (2048, 1024, 1),
+    "adamw": (4_000_000,),
+    "grad_norm": (4_000_000,),
 }
 """Sizes for a CPU, where those of BENCH would take minutes."""
+
+
+FOREIGN = ("torch.compile", "liger")
+"""Contestants that are left out, with a warning, where they fail."""
+SLEEP_CYCLES = 2_000_000
+"""About a millisecond in which the GPU waits and Python enqueues, so that its overhead is not measured."""
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -50,7 +62,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one case. Times are medians; `of_roofline` is floor / time; `vs_torch` is torch's time / ours."""
+    """One contestant on one case. Times are medians; `of_roofline` is floor / time; `vs_torch` torch's time / ours."""
 
     op: str
     case: str
@@ -96,6 +108,7 @@ def _timed(function: Callable[[], object], device: torch.device) -> float:
         function()
         return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)
     start.record()
     function()
     end.record()
@@ -106,7 +119,9 @@ def _timed(function: Callable[[], object], device: torch.device) -> float:
 def ceilings(settings: Settings) -> Ceilings:
     """Measure a copy that does not fit the caches and a square GEMM."""
     cuda, tiny = settings.device.type == "cuda", settings.tiny
-    source = torch.rand((1 << 30) if cuda else (1 << 16) if tiny else (1 << 26), device=settings.device).to(torch.float32)
+    source = torch.rand((1 << 30) if cuda else (1 << 16) if tiny else (1 << 26), device=settings.device).to(
+        torch.float32
+    )
     target = torch.empty_like(source)
     size = 8192 if cuda else 64 if tiny else 1024
     a, b = (torch.randn(size, size, device=settings.device).to(settings.dtype) for _ in range(2))
@@ -117,26 +132,31 @@ def ceilings(settings: Settings) -> Ceilings:
 
 
 def cases_of(op: str, settings: Settings) -> list[Case]:
-    """BENCH on a GPU, one moderate case on a CPU; the last small one of CASES when tiny."""
-    cases = load_cases(op)
-    if settings.tiny or (settings.device.type != "cuda" and op not in SMALL):
-        return [case for case in cases.CASES if case.dtype == settings.dtype and case.forward_bytes > 0][-1:]
+    """BENCH on a GPU, one moderate case on a CPU; the largest of the small ones when tiny."""
+    cases, dtype = load_cases(op), _dtype(op, settings)
+    if settings.tiny:
+        return [max((c for c in cases.CASES if c.dtype == dtype), key=lambda case: case.forward_bytes)]
     if settings.device.type == "cuda":
-        return [case for case in cases.BENCH if case.dtype == settings.dtype]
-    return [cases.make_case(*SMALL[op], dtype=settings.dtype)]
+        return [case for case in cases.BENCH if case.dtype == dtype]
+    return [cases.make_case(*SMALL[op], dtype=dtype)]
 
 
-def contestants(op: str, settings: Settings) -> dict[str, Function]:
+def _dtype(op: str, settings: Settings) -> torch.dtype:
+    """The optimizer works on main params."""
+    return torch.promote_types(settings.dtype, torch.float32) if op in OPTIMIZER_OPS else settings.dtype
+
+
+def contestants(op: str, settings: Settings, *, with_compile: bool = True) -> dict[str, Function]:
     """Name -> function of a case's tensors; torch comes first."""
     found: dict[str, Function] = {}
     if op in baselines.TORCH:
         found["torch"] = baselines.TORCH[op]
-        if settings.compile:
+        if settings.compile and with_compile:
             found["torch.compile"] = baselines.compiled(op)
     if settings.device.type == "cuda" and op in (others := baselines.liger()):
         found["liger"] = others[op]
-    for name in NAMES:
-        impl, _ = available(op, name, settings.device, settings.dtype)
+    for name in ALL_NAMES:
+        impl, _ = find(op, name, settings.device, _dtype(op, settings))
         if impl is not None:
             found[name] = _call(op, impl)
     return found
@@ -153,19 +173,42 @@ def _call(op: str, impl: Any) -> Function:
         )
     if op == "layernorm":
         return lambda x, w, b, *other: (
-            layernorm_residual(x, *other, weight=w, bias=b, eps=EPS, impl=impl) if other else cases.call(x, w, b, impl=impl)
+            layernorm_residual(x, *other, weight=w, bias=b, eps=EPS, impl=impl)
+            if other
+            else cases.call(x, w, b, impl=impl)
         )
+    if op == "adamw":
+        return _adamw(cases, impl)
     return partial(cases.call, impl=impl)
 
 
+def _adamw(cases: Any, impl: Any) -> Function:
+    """In place, with a bf16 copy that is allocated once."""
+    copies: list[Tensor] = []
+
+    def step(*tensors: Tensor) -> None:
+        if not copies:
+            copies.append(torch.empty_like(tensors[0], dtype=torch.bfloat16))
+        adamw_step([Tensors(*(t.detach() for t in tensors), copies[0])], cases.HYPER, scale=cases.SCALE, impl=impl)
+
+    return step
+
+
 def bench_op(op: str, settings: Settings, limits: Ceilings) -> list[Row]:
-    """All contestants on the op's cases."""
-    return [row for case in cases_of(op, settings) for row in _bench_case(op, case, settings, limits)]
+    """All contestants on the op's cases; torch.compile, which compiles for each size, on the first only."""
+    rows = []
+    for i, case in enumerate(cases_of(op, settings)):
+        rows += _bench_case(case, contestants(op, settings, with_compile=i == 0), settings, limits, op=op)
+    return rows
 
 
-def _bench_case(op: str, case: Case, settings: Settings, limits: Ceilings) -> list[Row]:
+def _bench_case(
+    case: Case, functions: dict[str, Function], settings: Settings, limits: Ceilings, *, op: str
+) -> list[Row]:
     tensors, rest = case.inputs(device=settings.device)
-    functions = contestants(op, settings)
+    functions = {
+        name: f for name, f in functions.items() if name not in FOREIGN or _works(name, f, case, tensors, rest)
+    }
     forward = medians(
         {name: partial(_forward, function, tensors, rest) for name, function in functions.items()},
         settings.device,
@@ -196,6 +239,19 @@ def _bench_case(op: str, case: Case, settings: Settings, limits: Ceilings) -> li
         )
         for name in functions
     ]
+
+
+def _works(name: str, function: Function, case: Case, tensors: list[Tensor], rest: tuple[Any, ...]) -> bool:
+    """Whether software that is not ours takes this case, e.g. torch.compile without a C++ compiler."""
+    try:
+        _forward(function, tensors, rest)
+        if case.backward_bytes:
+            _both(function, tensors, rest)()
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        get_logger().warning("%s leaves out %s: %s", name, case.name, reason)
+        return False
+    return True
 
 
 def _forward(function: Function, tensors: list[Tensor], rest: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels.adamw.hyper import Tensors
 from megalite.kernels.cases import Case
 
 FACTOR = 2.0
@@ -33,6 +34,9 @@ class Error:
         """Whether the rule holds; NaN breaks it."""
         return self.found <= self.limit
 
+    def __str__(self) -> str:
+        return f"error of {self.what} is {self.found:.3g}, the reference's {self.reference:.3g}, limit {self.limit:.3g}"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -49,7 +53,7 @@ def load_cases(op: str) -> Any:
 
 
 def check_op(op: str, impl: Any, *, device: torch.device, dtype: torch.dtype) -> Outcome:
-    """Run `impl`, an object with the functions of the op's reference, on the cases of one dtype; never raises for it."""
+    """Run `impl`, an object with the functions of the op's reference, on the cases of one dtype."""
     cases = load_cases(op)
     reference = importlib.import_module(f"megalite.kernels.{op}.reference")
     failures, worst = [], 0.0
@@ -61,11 +65,7 @@ def check_op(op: str, impl: Any, *, device: torch.device, dtype: torch.dtype) ->
             failures.append(f"case {case.name}: {type(error).__name__}: {str(error)[:MAX_ERROR]}")
             continue
         worst = max([worst, *(e.found / e.limit for e in errors if e.limit)])
-        failures += [
-            f"case {case.name}: error of {e.what} is {e.found:.3g}, the reference's {e.reference:.3g}, limit {e.limit:.3g}"
-            for e in errors
-            if not e.ok
-        ]
+        failures += [f"case {case.name}: {e}" for e in errors if not e.ok]
     return Outcome(len(chosen), worst, failures)
 
 
@@ -105,7 +105,11 @@ def _truth(cases: Any, case: Case, device: torch.device, like: dict[str, Tensor]
 
 
 def _gradients(
-    tensors: list[Tensor], outputs: tuple[Tensor, ...], device: torch.device, *, rounded: list[torch.dtype] | None = None
+    tensors: list[Tensor],
+    outputs: tuple[Tensor, ...],
+    device: torch.device,
+    *,
+    rounded: list[torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
     """Gradients for normal upstream gradients, rounded to the dtypes of the outputs of the implementation."""
     if not any(y.requires_grad for y in outputs):
@@ -121,6 +125,8 @@ def _gradients(
 
 
 def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    if isinstance(outputs, Tensors):
+        return outputs.main, outputs.exp_avg, outputs.exp_avg_sq
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

@@ -7,8 +7,9 @@ import torch
 
 from megalite.config.schema import Kernels
 from megalite.kernels import bench
+from megalite.kernels.catalog import ALL_NAMES, ALL_OPS, OPTIMIZER_OPS, find, taken
 from megalite.kernels.check import check_op
-from megalite.kernels.registry import NAMES, OPS, available, load, select
+from megalite.kernels.registry import load, select
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -32,55 +33,63 @@ def pick_ops(ops: list[str]) -> list[str]:
     Raises:
         ValueError: an unknown op.
     """
-    unknown = [op for op in ops if op not in OPS]
+    unknown = [op for op in ops if op not in ALL_OPS]
     if unknown:
-        raise ValueError(f"{', '.join(unknown)} is no op; use {', '.join(OPS)}")
-    return ops or list(OPS)
+        raise ValueError(f"{', '.join(unknown)} is no op; use {', '.join(ALL_OPS)}")
+    return ops or list(ALL_OPS)
 
 
 def list_kernels(*, device: str, dtype: str) -> str:
     """A table: op, its implementations, what `auto` takes; reasons below as notes."""
     where, compute = pick_device(device), _dtype(dtype)
+    main = torch.promote_types(compute, torch.float32)
     chosen = select(Kernels(), where, compute)
-    taken = {op: choice.name for op, choice in chosen.choices.items()}
     notes: dict[str, int] = {}
-    lines = [f"{where.type}, compute {dtype}; a config's kernels.<op> overrides `auto`", ""]
-    lines.append(f"{'op':21} {'auto takes':11} " + " ".join(f"{name:10}" for name in NAMES))
-    for op in OPS:
-        cells = []
-        for name in NAMES:
-            module, reason = available(op, name, where, compute)
-            if module is not None:
-                cells.append("ready")
-            elif "has no" in reason:
-                cells.append("-")
-            else:
-                cells.append(f"no ({notes.setdefault(reason, len(notes) + 1)})")
-        lines.append(f"{op:21} {taken.get(op, '-'):11} " + " ".join(f"{cell:10}" for cell in cells))
-    lines += ["", *(f"({number}) {reason}" for reason, number in notes.items())]
-    lines += ["", "Why:", *(f"  {line}" for line in chosen.table().splitlines())]
-    lines += ["ready: can be chosen here; -: there is none. Optimizer kernels follow optimizer.implementation."]
+    lines = [f"{where.type}, compute {dtype}", ""]
+    lines.append(f"{'op':21} {'auto takes':11} " + " ".join(f"{name:10}" for name in ALL_NAMES))
+    for op in ALL_OPS:
+        cells = [_cell(op, name, where, main if op in OPTIMIZER_OPS else compute, notes) for name in ALL_NAMES]
+        lines.append(f"{op:21} {taken(op, chosen, where, main):11} " + " ".join(f"{cell:10}" for cell in cells))
+    lines += ["", "ready: can be chosen here; -: there is none; no: see the note."]
+    lines += [f"({number}) {reason}" for reason, number in notes.items()]
+    lines += [
+        "",
+        "A config chooses with kernels.<op>, and with optimizer.implementation for adamw and grad_norm. Auto takes:",
+    ]
+    lines += [f"  {line}" for line in chosen.table().splitlines()]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(op: str, name: str, device: torch.device, dtype: torch.dtype, notes: dict[str, int]) -> str:
+    module, reason = find(op, name, device, dtype)
+    if module is not None:
+        return "ready"
+    return "-" if "has no" in reason else f"no ({notes.setdefault(reason, len(notes) + 1)})"
 
 
 def check_kernels(ops: list[str], *, device: str, dtypes: list[str]) -> int:
     """Run every implementation that this device has against float64; prints a line each, 1 when one is wrong."""
     where, failed, done = pick_device(device), 0, 0
     for op in pick_ops(ops):
-        for name in NAMES:
+        for name in ALL_NAMES:
             for dtype in dtypes:
-                impl, _ = available(op, name, where, _dtype(dtype))
-                if impl is None:
+                impl, _ = find(op, name, where, _dtype(dtype))
+                result = impl and check_op(op, impl, device=where, dtype=_dtype(dtype))
+                if not result or not result.num_cases:
                     continue
-                result = check_op(op, impl, device=where, dtype=_dtype(dtype))
                 done += 1
                 failed += bool(result.failures)
                 state = "FAIL" if result.failures else "ok  "
-                print(f"{state} {op:21} {name:10} {dtype:5} {result.num_cases:3} cases, worst {result.worst:.0%} of limit")
+                print(
+                    f"{state} {op:21} {name:10} {dtype:5} {result.num_cases:3} cases, worst {result.worst:.0%} of limit"
+                )
                 for text in result.failures:
                     print(f"     {text}")
-    skipped = [name for name in NAMES if all(load(op, name)[0] is None for op in OPS)]
-    print(f"{done} checks on {where.type}, {failed} failed" + (f"; no {', '.join(skipped)} kernels here" if skipped else ""))
+    skipped = [name for name in ALL_NAMES if all(load(op, name)[0] is None for op in ALL_OPS)]
+    print(
+        f"{done} checks on {where.type}, {failed} failed"
+        + (f"; no {', '.join(skipped)} kernels here" if skipped else "")
+    )
     return 1 if failed else 0
 
 

@@ -26,6 +26,7 @@ SELECTED = tuple(Kernels.model_fields)
 OPS = (*SELECTED, "cross_entropy")
 """With those that no model uses by itself: linear_cross_entropy is built of cross_entropy's kernels."""
 NAMES = ("reference", "triton", "cuda")
+"""What a config may say."""
 PREFERRED = ("cuda", "triton", "reference")
 """What auto takes, if it runs."""
 AUTO_REFERENCE = {"wgrad": "torch.addmm(out_dtype=fp32), the library's GEMM, is faster"}

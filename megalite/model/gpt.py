@@ -76,8 +76,9 @@ class Block(Link):
 
     def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
         """(rows, D) -> (rows, D)."""
-        x = self._drop(self.attention(self.attention_norm(x), batch), "attention", batch).add_(x)
-        return self._drop(self.mlp(self.mlp_norm(x)), "mlp", batch).add_(x)
+        branch = self._drop(self.attention(self.attention_norm(x), batch), "attention", batch)
+        normed, x = self.mlp_norm.after_add(branch, x)
+        return self._drop(self.mlp(normed), "mlp", batch).add_(x)
 
     def _drop(self, branch: Tensor, which: str, batch: Microbatch) -> Tensor:
         if not self.training:

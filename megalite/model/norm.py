@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from megalite.kernels.layernorm import layernorm
-from megalite.kernels.rmsnorm import rmsnorm
+from megalite.kernels.layernorm import layernorm, layernorm_residual
+from megalite.kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from megalite.model.context import ModelContext
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.tp.rows import empty_param
@@ -32,6 +32,10 @@ class RmsNorm(_Norm):
         """(rows, D) -> (rows, D)."""
         return rmsnorm(x, self.weight, eps=self.eps, impl=self.impl)
 
+    def after_add(self, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of branch + x, and the sum, in one kernel."""
+        return rmsnorm_residual(branch, x, weight=self.weight, eps=self.eps, impl=self.impl)
+
 
 class LayerNorm(_Norm):
     """LayerNorm over the hidden dim, with a bias."""
@@ -43,6 +47,10 @@ class LayerNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """(rows, D) -> (rows, D)."""
         return layernorm(x, self.weight, self.bias, eps=self.eps, impl=self.impl)
+
+    def after_add(self, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of branch + x, and the sum, in one kernel."""
+        return layernorm_residual(branch, x, weight=self.weight, bias=self.bias, eps=self.eps, impl=self.impl)
 
 
 def make_norm(name: str, context: ModelContext) -> nn.Module:

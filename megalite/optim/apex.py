@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from megalite.kernels.adamw import Hyper, Tensors
 from megalite.kernels.registry import Choice
 
-INSTALL = (
-    "NVIDIA's Apex is installed from source with its CUDA extensions: https://github.com/NVIDIA/apex#installation"
-)
+INSTALL = "NVIDIA's Apex is installed from source with its CUDA extensions: https://github.com/NVIDIA/apex#installation"
 
 
 def apex_problem() -> str:

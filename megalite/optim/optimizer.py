@@ -66,10 +66,16 @@ class ShardOptimizer:
         raise.
         """
         self.step_count += 1
+        self._settle()
         with torch.no_grad():
             for decay in sorted({s.decay for s in self.slices}):
                 slices = [s for s in self.slices if s.decay == decay]
                 (self._adamw if self.config.name == "adamw" else self._sgd)(slices, lr, decay, scale)
+
+    def _settle(self) -> None:
+        """A gather of the former values that no forward waited for must not write them over the new ones."""
+        for unit in self.zero.units.values():
+            unit.settle()
 
     def _adamw(self, slices: list[Slice], lr: float, decay: float, scale: Tensor | float) -> None:
         beta1, beta2 = self.config.betas
@@ -95,6 +101,7 @@ class ShardOptimizer:
 
     def pieces(self, keep=lambda run: True) -> dict[str, list[Piece]]:
         """The rank's state for checkpoints: kind -> runs of logical tensors, as views that a load may write."""
+        self._settle()
         flats = {"main": {name: unit.main for name, unit in self.zero.units.items()}, **self.state}
         return {kind: self._cut(tensors, keep) for kind, tensors in flats.items()}
 

@@ -32,6 +32,8 @@ class Part:
     """Ranks of the tp group that hold this same box (tp for norms; tp / kv heads for replicated kv heads)."""
     replica: int = 0
     """Index of this rank among them; only replica 0 counts in norms and is saved."""
+    frozen: bool = False
+    """Never updated or decayed, without a share in norms; saved like any other."""
 
 
 @dataclass(frozen=True)

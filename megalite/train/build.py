@@ -18,6 +18,7 @@ from megalite.parallel.pp.schedules import Schedule, build_schedule, forward_onl
 from megalite.parallel.zero.hooks import StageHooks
 from megalite.parallel.zero.manager import LinkUnits, ZeroManager, ZeroPolicy
 from megalite.parallel.zero.unit import Place
+from megalite.plan.live import check_live_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -44,7 +45,11 @@ def build(config: Config, mesh: Mesh) -> Trainer:
     """Build this rank's part of the run: its stages' layers only, initial values drawn as the whole model would.
 
     Communication: none but the refresh of stage 1 and 2 shards, which holds no new values.
+
+    Raises:
+        ValueError: a choice that can't be met here: kernels, zero.max_live_bytes; on every rank.
     """
+    check_live_bytes(config)
     schedule = build_schedule(
         config.pipeline.schedule,
         pp=config.mesh.pp,
@@ -94,6 +99,7 @@ def _build_zero(config: Config, mesh: Mesh, stages: list[Stage]) -> ZeroManager:
         compute=compute,
         main=main,
         reduce=main if config.precision.reduce == "fp32" else torch.bfloat16,
+        max_live_bytes=config.zero.max_live_bytes,
     )
 
     def init(spec, shape):

@@ -42,7 +42,7 @@ def shrink(config: Config, compute: Compute) -> Shrunk:
     values = config.model_dump(mode="json")
     values["mesh"] |= _mesh(config)
     values["model"] |= _model(config, values["mesh"]["tp"])
-    values["pipeline"]["layers"] = _layers(config, values["mesh"]["pp"])
+    values["pipeline"] |= {"layers": _layers(config, values["mesh"]["pp"]), "layout": None}
     values["model"]["num_layers"] = _num_layers(config, values)
     values["batch"] = _batch(config, values)
     longer = config.model.max_seq_len > config.batch.seq_len
@@ -104,10 +104,10 @@ def _model(config: Config, tp: int) -> dict[str, Any]:
 
 
 def _layers(config: Config, pp: int) -> list[int] | None:
-    """Blocks per stage where the config lists them: 0 stays 0, the smallest becomes 1, anything above it 2."""
-    listed = config.pipeline.layers
-    if listed is None:
+    """Blocks per stage where the config gives them: 0 stays 0, the smallest becomes 1, anything above it 2."""
+    if config.pipeline.layers is None and config.pipeline.layout is None:
         return None
+    listed = [end - begin for begin, end in config.stage_layers]
     old_pp, virtual = config.mesh.pp, config.pipeline.virtual
     ranks = range(pp) if pp == old_pp else [0, old_pp - 1][:pp]
     kept = [listed[chunk * old_pp + rank] for chunk in range(virtual) for rank in ranks]

@@ -7,11 +7,12 @@
 #pragma once
 
 #include <atomic>
-#include <barrier>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -43,11 +44,35 @@ inline int dropped_line = 0;
 // One value per lane of a warp: a slot holds 32 bits of the value and the number of the exchange it belongs to.
 struct Warp {
   std::atomic<uint64_t> slots[2][2][kWarp];  // [parity of the exchange][low or high word][lane]
-  std::atomic<uint32_t> readers{0};          // lanes that have read, over all exchanges
+  std::atomic<uint32_t> readers[2];          // lanes that have read, over all exchanges of a parity
+};
+
+// Orders memory for all threads of the block, as __syncthreads() does.
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t phase = phase_;
+    if (++arrived_ == threads_) {
+      arrived_ = 0;
+      ++phase_;
+      all_here_.notify_all();
+    } else {
+      all_here_.wait(lock, [&] { return phase_ != phase; });
+    }
+  }
+
+ private:
+  const int threads_;
+  int arrived_ = 0;
+  uint64_t phase_ = 0;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
 };
 
 struct Block {
-  std::barrier<> barrier;
+  Barrier barrier;
   std::vector<Warp> warps;
   explicit Block(int threads) : barrier(threads), warps(threads / kWarp) {}
 };
@@ -62,7 +87,7 @@ inline thread_local dim3 thread_index, block_index;
 inline dim3 block_size, grid_size;
 
 inline void block_barrier(int line) {
-  if (line != dropped_line) self.block->barrier.arrive_and_wait();
+  if (line != dropped_line) self.block->barrier.wait();
 }
 
 // The value of lane + offset; the own one where that is beyond the warp. All lanes of a warp take part.
@@ -71,8 +96,9 @@ inline double shuffle_down(double value, unsigned offset) {
   const unsigned lane = thread_index.x % kWarp;
   const uint32_t number = ++self.exchanges;
   auto& slots = warp.slots[number % 2];
-  // a slot is written again only after all lanes have read the exchange before the last one
-  while (number > 2 && warp.readers.load(std::memory_order_relaxed) < kWarp * (number - 2)) std::this_thread::yield();
+  auto& readers = warp.readers[number % 2];
+  // a slot is written again only after all lanes have read the exchange before the last one, which has this parity too
+  while (readers.load(std::memory_order_relaxed) < kWarp * ((number - 1) / 2)) std::this_thread::yield();
   uint64_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   for (int half = 0; half < 2; ++half) {
@@ -86,7 +112,7 @@ inline double shuffle_down(double value, unsigned offset) {
     while ((found = slots[half][source].load(std::memory_order_relaxed)) >> 32 != number) std::this_thread::yield();
     bits |= (found & 0xffffffffu) << (32 * half);
   }
-  warp.readers.fetch_add(1, std::memory_order_relaxed);
+  readers.fetch_add(1, std::memory_order_relaxed);
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }

@@ -31,6 +31,7 @@ BASE = {
 GPT = "model.family=gpt model.num_kv_heads=4"
 SGD = "optimizer.name=sgd optimizer.eps=null optimizer.momentum=0.5 lr.peak=0.1"
 INTERLEAVED = "pipeline.schedule=interleaved pipeline.virtual=2"
+ZBV = "pipeline.schedule=zbv pipeline.virtual=2"
 EIGHT = "model.num_layers=8"
 Masks = Literal["full", "uneven", "documents"]
 
@@ -123,6 +124,25 @@ LAYOUTS = {
     "pp2-1f1b-gpt-sgd": Layout(f"mesh.pp=2 {GPT} {SGD}"),
     "pp2-uneven-stages": Layout("mesh.pp=2 pipeline.layers=[3,1] batch.micro_batch_size=2"),
     "pp2-interleaved": Layout(f"mesh.pp=2 {INTERLEAVED}"),
+    "pp2-zb_h1": Layout("mesh.pp=2 pipeline.schedule=zb_h1"),
+    "pp4-zb_h1-selective-tied-sgd": Layout(
+        f"mesh.pp=4 pipeline.schedule=zb_h1 recompute=selective model.tie_embeddings=true {SGD}", "documents"
+    ),
+    "pp2-zb_h2-dp2-zero2-full-recompute": Layout(
+        "mesh.pp=2 mesh.dp=2 pipeline.schedule=zb_h2 zero.stage=2 recompute=full"
+    ),
+    "pp2-zbv-gpt": Layout(f"mesh.pp=2 {ZBV} {GPT} model.bias=true"),
+    "pp2-zbv-dp2-tp2-zero3-each-forward": Layout(
+        f"mesh.pp=2 mesh.dp=2 mesh.tp=2 {ZBV} zero.stage=3 zero.reshard_after=forward zero.reduce_each=microbatch"
+    ),
+    "pp2-zbv-dp2-zero3-tied-each-step": Layout(
+        f"mesh.pp=2 mesh.dp=2 {ZBV} zero.stage=3 zero.reduce_each=step model.tie_embeddings=true"
+    ),
+    "pp4-v_half-zero3-tied": Layout(
+        f"mesh.pp=4 mesh.dp=2 {EIGHT} pipeline.schedule=v_half pipeline.virtual=2 zero.stage=3 "
+        "model.tie_embeddings=true zero.reduce_each=microbatch"
+    ),
+    "pp2-dualpipe_v": Layout("mesh.pp=2 pipeline.schedule=dualpipe_v pipeline.virtual=2"),
     "pp2-interleaved-tied-sgd": Layout(f"mesh.pp=2 {INTERLEAVED} model.tie_embeddings=true {SGD}"),
     "pp2-virtual4-uneven": Layout(
         f"mesh.pp=2 {EIGHT} pipeline.schedule=interleaved pipeline.virtual=4 pipeline.layers=[0,2,1,1,1,1,2,0]"

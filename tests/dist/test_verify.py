@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megalite.cli import main
 from megalite.config.load import check
 from megalite.train.build import Trainer, build, sizes_of
 from megalite.train.replicas import ReplicaError, check_replicas
@@ -48,6 +49,14 @@ def test_the_command_accepts_llama3_70b():
     assert "verifying tp 2 x pp 2 (interleaved, 5 chunks) x dp 2 (ZeRO-1) on 8 CPU ranks" in made.stdout
     assert "mesh: pp 4 -> 2, dp 16 -> 2, tp 8 -> 2" in made.stdout
     assert made.stdout.splitlines()[-1] == "OK: the layout trains as one device does"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_command_passes_the_config_and_the_exit_code_on(code, monkeypatch):
+    seen = []
+    monkeypatch.setattr("megalite.verify.main.verify", lambda config: seen.append(config) or code)
+    assert main(["verify", "gpt_tiny_cpu", "optimizer.clip_norm=0.5"]) == code
+    assert seen[0].optimizer.clip_norm == 0.5
 
 
 def test_reductions_in_bf16_have_their_own_bound():
@@ -140,7 +149,7 @@ COPIES = {
         "embedding.word.weight",
         "main params of embedding.word.weight, over tied",
     ),
-    "gathered": ("mesh.dp=2 zero.stage=2", "full", "final_norm.weight", "parameters of unit head, over dp_shard"),
+    "gathered": ("mesh.dp=2 zero.stage=2", "full", "head.weight", "parameters of unit head, over dp_shard"),
 }
 """Layout, what is changed on rank 1 and where, and what the message says."""
 

@@ -150,9 +150,7 @@ def barriers(source: str) -> list[int]:
     return [number for number, line in enumerate(lines, 1) if "__syncthreads()" in line]
 
 
-@pytest.mark.parametrize(
-    ("source", "line"), [(source, line) for source in SOURCES for line in barriers(source)]
-)
+@pytest.mark.parametrize(("source", "line"), [(source, line) for source in SOURCES for line in barriers(source)])
 def test_each_barrier_left_out_is_a_reported_race(raced, tmp_path, source, line):
     done = run(raced, *words_of(source, tmp_path), line=line)
     assert done.returncode == 66

@@ -5,6 +5,7 @@ import torch
 
 from megalite.kernels.check import check_op
 from megalite.kernels.wgrad import accumulate_wgrad, reference, triton_impl
+from tests.kernels.addresses import Addresses
 from tests.kernels.triton_tools import CPU, INTERPRETED, Launches, far_rows
 
 
@@ -30,10 +31,22 @@ def test_tiles_with_tails(sizes):
 
 def test_grouped_order_covers_every_tile(monkeypatch):
     """11 x 3 tiles in groups of 4: each element is added to exactly once."""
-    monkeypatch.setattr(triton_impl, "_blocks", lambda _: {"BLOCK_OUT": 16, "BLOCK_IN": 16, "BLOCK_ROWS": 16, "GROUP": 4})
+    monkeypatch.setattr(
+        triton_impl, "_blocks", lambda _: {"BLOCK_OUT": 16, "BLOCK_IN": 16, "BLOCK_ROWS": 16, "GROUP": 4}
+    )
     main = torch.zeros(170, 40)
     triton_impl.accumulate(main, torch.ones(5, 170), torch.ones(5, 40))
     assert (main == 5.0).all()
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED)
+def test_no_access_outside_the_tensors(dtype, monkeypatch):
+    addresses = Addresses(monkeypatch)
+    dy, x = (addresses.bordered(torch.randn(67, n).to(dtype)) for n in (35, 70))
+    main = addresses.allow(torch.zeros(35, 70))
+    triton_impl.accumulate(main, dy, x)
+    torch.testing.assert_close(main, dy.float().t() @ x.float(), rtol=1e-5, atol=1e-4)
+    assert addresses.num_checked >= 2 * main.numel() + dy.numel() + x.numel()
 
 
 def test_strided_factors_and_rows_past_2_to_the_31():

@@ -111,12 +111,13 @@ CASES = {
     ),
     "schedule": (
         {"pipeline": {"schedule": "zb_h9"}},
-        "pipeline.schedule=zb_h9 is unknown; use gpipe, 1f1b or interleaved",
+        "pipeline.schedule=zb_h9 is unknown; use gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, v_half, dualpipe_v, or "
+        "the path of a .csv file",
     ),
     "virtual": (
         {"pipeline": {"virtual": 2}},
-        "pipeline.virtual=2 needs pipeline.schedule=interleaved, not 1f1b; use pipeline.virtual=1 or "
-        "pipeline.schedule=interleaved",
+        "pipeline.schedule=1f1b takes one chunk per rank, not pipeline.virtual=2 at mesh.pp=1; use pipeline.virtual=1 "
+        "or pipeline.schedule=interleaved",
     ),
     "interleaved microbatches": (
         {"mesh": {"pp": 4}, "pipeline": {"schedule": "interleaved", "virtual": 2}, "batch": {"global_batch_size": 18}},

@@ -116,18 +116,21 @@ def test_nothing_of_a_model_is_a_buffer_or_stays_on_meta(family, stage):
         assert all(param.device.type == "cpu" for param in built.parameters())
 
 
-def test_offsets_of_shards_past_two_billion_elements():
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_offsets_of_shards_past_two_billion_elements(num_shards):
     """O04: a tensor of 2^31 + 8 elements behind a small one: shards hold every element once, up to the last."""
     numel = 2**31 + 8
     spec = ParamSpec((Part("w", (numel,), (0,), (numel,)),), "linear")
     small = ParamSpec((Part("b", (3,), (0,), (3,)),), "bias")
-    layout = flat_layout([("b", small, (3,)), ("w", spec, (numel,))], 4)
-    runs = [run for shard in range(4) for run in layout.runs(shard) if run.part.name == "w"]
-    assert [run.part_offset for run in runs] == [0, *np.cumsum([run.length for run in runs])[:-1].tolist()]
-    assert runs[-1].part_offset + runs[-1].length == numel
-    last = layout.runs(3)[-1]
-    assert 3 * layout.shard_numel + last.shard_offset + last.length == 8 + numel
-    assert layout.segments(3, lambda run: True) == [(0, last.shard_offset + last.length)]
+    layout = flat_layout([("b", small, (3,)), ("w", spec, (numel,))], num_shards)
+    runs = [run for shard in range(num_shards) for run in layout.runs(shard) if run.part.name == "w"]
+    ends = np.cumsum([run.length for run in runs]).tolist()
+    assert [run.part_offset for run in runs] == [0, *ends[:-1]]
+    assert ends[-1] == numel
+    last = layout.runs(num_shards - 1)[-1]
+    end = last.shard_offset + last.length
+    assert (num_shards - 1) * layout.shard_numel + end == 8 + numel
+    assert layout.segments(num_shards - 1, lambda run: True) == [(0, end)]
 
 
 ONE = torch.ones(1, 1, dtype=torch.bfloat16)

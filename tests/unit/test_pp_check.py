@@ -7,7 +7,8 @@ import pytest
 from megalite.parallel.pp.actions import Action, Op, parse_action, parse_rows
 from megalite.parallel.pp.check import ScheduleError, check
 from megalite.parallel.pp.lower import Lowered, lower
-from megalite.parallel.pp.schedules import Schedule, build_schedule, forward_only
+from megalite.parallel.pp.schedule import Schedule
+from megalite.parallel.pp.schedules import build_schedule, forward_only
 
 
 def good(reduce_each="microbatch", kind="1f1b", virtual=1, pp=2, m=4, zero_stage=3):

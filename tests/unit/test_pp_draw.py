@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 from megalite.parallel.pp import draw
-from megalite.parallel.pp.command import schedule_command
-from megalite.parallel.pp.draw import text_grid, write_png
+from megalite.parallel.pp.command import Outputs, schedule_command
+from megalite.parallel.pp.draw import text_grid, write_picture
 from megalite.parallel.pp.schedules import build_schedule
 from megalite.parallel.pp.simulate import simulate
 
@@ -44,33 +44,59 @@ def test_text_grid_needs_whole_times():
         text_grid(timeline(forward_s=Fraction(1, 2))[1])
 
 
-@pytest.mark.parametrize(("kind", "virtual", "m"), [("gpipe", 1, 1), ("1f1b", 1, 5), ("interleaved", 3, 4)])
-def test_png_has_a_bar_per_action(tmp_path, monkeypatch, kind, virtual, m):
+FIRST_BYTES = {"png": b"\x89PNG\r\n", "svg": b"<?xml"}
+KINDS = [("gpipe", 1, 1, "png"), ("1f1b", 1, 5, "svg"), ("interleaved", 3, 4, "png"), ("zbv", 2, 4, "svg")]
+
+
+@pytest.mark.parametrize(("kind", "virtual", "m", "form"), KINDS)
+def test_picture_has_a_bar_per_action(tmp_path, monkeypatch, kind, virtual, m, form):
     schedule, played = timeline(kind, virtual, m)
     bars = []
     original = draw._draw_bar
     monkeypatch.setattr(draw, "_draw_bar", lambda *args, **kw: (bars.append(args[1:4]), original(*args, **kw)))
-    write_png(schedule, played, tmp_path / "s.png")
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG\r\n")
+    write_picture(schedule, played, tmp_path / "picture", form=form)
+    assert (tmp_path / "picture").read_bytes().startswith(FIRST_BYTES[form])
     assert [span for _, span, _ in bars] == [span for row in played.spans for span in row]
     colours = {(span.action.op, span.action.stage // 2): colour for _, span, colour in bars}
-    assert len(set(colours.values())) == 2 * virtual
+    assert len(set(colours.values())) == len({span.action.op for _, span, _ in bars}) * virtual
 
 
-def test_command_prints_grid_and_numbers_and_writes_the_picture(tmp_path):
-    text = schedule_command("1f1b", pp=4, virtual=1, num_microbatches=6, png=str(tmp_path / "s.png"))
+def test_command_prints_grid_and_numbers_and_writes_files(tmp_path):
+    outputs = Outputs(**{name: str(tmp_path / f"s.{name}") for name in ("png", "svg", "trace")})
+    text = schedule_command("1f1b", pp=4, virtual=1, num_microbatches=6, outputs=outputs)
     lines = text.splitlines()
     assert lines[0] == "1f1b: 4 stages on 4 ranks, 6 microbatches"
-    assert "bubble: 33.3% of the step is idle (50.0% of the work)" in lines
+    assert "step: 27 units of time: compute 66.7%, bubble 33.3%, exposed communication 0.0%" in lines
+    assert (
+        "bubble: 33.3% of the step is idle (50.0% of the work); 33.3% between a rank's first and last action" in lines
+    )
     assert "peak live activations per rank: 4  3  2  1" in lines
     assert "messages per rank:              12  24  24  12" in lines
-    assert lines[-1] == f"picture: {tmp_path / 's.png'}"
-    assert (tmp_path / "s.png").stat().st_size > 1000
+    assert lines[-3:] == [f"{name}: {tmp_path / f's.{name}'}" for name in ("png", "svg", "trace")]
+    assert all(len((tmp_path / f"s.{name}").read_bytes()) > 1000 for name in ("png", "svg", "trace"))
 
 
-def test_command_without_picture_and_with_bad_sizes():
-    text = schedule_command("gpipe", pp=1, virtual=1, num_microbatches=1, png=None)
+def test_command_tells_bubble_from_exposed_communication():
+    """One microbatch over 2 ranks: 2 forwards and 2 backwards of 5 in a row, and 2 messages of 1: 12 of 2 * 6 busy."""
+    text = schedule_command("1f1b", pp=2, virtual=None, num_microbatches=1, costs="2,2,1,1", outputs=Outputs())
+    assert "step: 12 units of time: compute 41.7%, bubble 41.7%, exposed communication 16.7%" in text.splitlines()
+
+
+def test_command_takes_the_chunks_that_a_kind_needs():
+    text = schedule_command("zbv", pp=4, virtual=None, num_microbatches=8, outputs=Outputs())
+    assert text.startswith("zbv: 8 stages on 4 ranks, 8 microbatches\n")
+    assert "(6.2% of the work); 0.0% between a rank's first and last action" in text
+    assert schedule_command("interleaved", pp=2, virtual=None, num_microbatches=2, outputs=Outputs()).startswith(
+        "interleaved: 4 stages on 2 ranks"
+    )
+
+
+def test_command_without_files_and_with_bad_sizes_and_costs():
+    text = schedule_command("gpipe", pp=1, virtual=1, num_microbatches=1, outputs=Outputs())
     assert text.startswith("gpipe: 1 stage on 1 rank, 1 microbatch\n")
-    assert "picture" not in text
+    assert "png" not in text
     with pytest.raises(ValueError, match="num_microbatches=3"):
-        schedule_command("interleaved", pp=2, virtual=2, num_microbatches=3, png=None)
+        schedule_command("interleaved", pp=2, virtual=2, num_microbatches=3, outputs=Outputs())
+    for costs in ("1,1,1", "1,1,1,x", "0,1,1,0", "1,1,1.5,0", "1,1,-1,0"):
+        with pytest.raises(ValueError, match=f"--costs={costs} must be four whole numbers"):
+            schedule_command("gpipe", pp=1, virtual=1, num_microbatches=1, costs=costs, outputs=Outputs())

@@ -1,9 +1,11 @@
 """Schedules: golden files, the published order, sizes that are refused, and the memory each kind promises."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megalite.config.pipeline import SCHEDULES
 from megalite.parallel.pp.actions import Op, read_csv
 from megalite.parallel.pp.check import check
 from megalite.parallel.pp.lower import lower
@@ -18,7 +20,21 @@ def report(schedule):
 
 @pytest.mark.parametrize(
     ("kind", "pp", "virtual", "num_microbatches"),
-    [("gpipe", 3, 1, 4), ("1f1b", 4, 1, 6), ("1f1b", 4, 1, 2), ("1f1b", 1, 2, 2), ("interleaved", 2, 2, 4)],
+    [
+        ("gpipe", 3, 1, 4),
+        ("1f1b", 4, 1, 6),
+        ("1f1b", 4, 1, 2),
+        ("1f1b", 1, 2, 2),
+        ("interleaved", 2, 2, 4),
+        ("zb_h1", 4, 1, 6),
+        ("zb_h1", 3, 1, 2),
+        ("zb_h2", 3, 1, 6),
+        ("zbv", 3, 2, 6),
+        ("zbv", 3, 2, 2),
+        ("v_half", 3, 2, 6),
+        ("v_half", 4, 2, 4),
+        ("dualpipe_v", 4, 2, 8),
+    ],
 )
 def test_compute_order_is_the_golden_one(kind, pp, virtual, num_microbatches):
     schedule = build_schedule(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
@@ -48,29 +64,64 @@ def test_interleaved_follows_the_published_order(pp, virtual, num_microbatches):
         assert first_backward == min(warmup + 1, virtual * num_microbatches)
 
 
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_h2": 1, "zbv": 2, "v_half": 2, "dualpipe_v": 2}
+"""Chunks per rank of each kind but interleaved, which takes any number."""
+
+
+def takes(kind, pp, virtual, num_microbatches):
+    if kind == "interleaved":
+        return num_microbatches % pp == 0
+    return virtual == CHUNKS[kind] or (pp == 1 and kind in ("gpipe", "1f1b"))
+
+
+def placement(kind, pp, virtual):
+    loop = tuple(stage % pp for stage in range(pp * virtual))
+    return (*range(pp), *range(pp - 1, -1, -1)) if CHUNKS.get(kind) == 2 else loop
+
+
 @pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("num_microbatches", range(1, 10))
-def test_every_size_is_complete_or_refused_with_its_numbers(kind, pp, virtual, num_microbatches):
-    takes = pp == 1 or (num_microbatches % pp == 0 if kind == "interleaved" else virtual == 1)
-    if takes:
-        schedule = build_schedule(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
-        assert schedule.stage_rank == tuple(stage % pp for stage in range(pp * virtual))
-        assert sum(map(len, schedule.actions)) == 2 * pp * virtual * num_microbatches
-        report(schedule)
-    else:
-        given = f"num_microbatches={num_microbatches}" if kind == "interleaved" else f"virtual={virtual}"
-        with pytest.raises(ValueError, match=rf"mesh\.pp={pp}[\s\S]*use ") as error:
-            build_schedule(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
-        assert given in str(error.value)
+def test_every_size_is_complete_or_refused_with_its_numbers(kind, pp, virtual):
+    for m in range(1, 10):
+        if takes(kind, pp, virtual, m):
+            schedule = build_schedule(kind, pp=pp, virtual=virtual, num_microbatches=m)
+            assert schedule.stage_rank == placement(kind, pp, virtual)
+            ops = [action.op for row in schedule.actions for action in row]
+            assert ops.count(Op.F) == ops.count(Op.B) + ops.count(Op.W) == pp * virtual * m
+            report(schedule)
+        else:
+            given = f"num_microbatches={m}" if kind == "interleaved" else f"virtual={virtual}"
+            with pytest.raises(ValueError, match=rf"mesh\.pp={pp}[\s\S]*use ") as error:
+                build_schedule(kind, pp=pp, virtual=virtual, num_microbatches=m)
+            assert given in str(error.value)
 
 
-def test_refusal_offers_numbers_that_work():
-    with pytest.raises(ValueError, match="use 8 or 12 microbatches"):
+def test_the_table_of_sizes_has_every_kind():
+    assert set(SCHEDULES) == set(BUILDERS) == {*CHUNKS, "interleaved"}
+
+
+@pytest.mark.parametrize("kind", ["zb_h1", "zb_h2", "zbv", "v_half"])
+def test_zero_bubble_kinds_split_every_backward(kind):
+    schedule = build_schedule(kind, pp=4, virtual=CHUNKS[kind], num_microbatches=9)
+    assert {action.op for row in schedule.actions for action in row} == {Op.F, Op.I, Op.W}
+
+
+def test_dualpipe_v_pairs_forwards_with_whole_backwards_of_the_other_chunk():
+    row = build_schedule("dualpipe_v", pp=4, virtual=2, num_microbatches=20).actions[3]
+    text = " ".join(map(str, row))
+    assert text.startswith("3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 3F4 4B0 4F4 3B0 3F5 4B1 4F5 3B1")
+
+
+def test_refusal_offers_sizes_that_work():
+    with pytest.raises(ValueError, match="use 8 or 12, or pipeline.schedule=1f1b"):
         build_schedule("interleaved", pp=4, virtual=2, num_microbatches=10)
-    with pytest.raises(ValueError, match="use 4 microbatches"):
+    with pytest.raises(ValueError, match="use 4, or pipeline.schedule=1f1b"):
         build_schedule("interleaved", pp=4, virtual=2, num_microbatches=3)
+    with pytest.raises(
+        ValueError, match=r"zbv takes 2 chunks per rank, not pipeline\.virtual=1 .*use pipeline\.virtual=2"
+    ):
+        build_schedule("zbv", pp=4, virtual=1, num_microbatches=8)
 
 
 @pytest.mark.parametrize("build", [build_schedule, forward_only])
@@ -91,13 +142,26 @@ def test_peak_live_activations():
     assert report(build_schedule("1f1b", pp=1, virtual=3, num_microbatches=5)).peak_live == (3,)
 
 
+@pytest.mark.parametrize("pp", range(1, 9))
+def test_zero_bubble_kinds_hold_the_same_on_every_rank(pp):
+    """In microbatches of a stage, of which a V has two per rank; 1F1B's first rank holds pp and 2 pp of them."""
+    peaks = {"zb_h1": pp, "zb_h2": 2 * pp - 1, "zbv": 2 * pp, "dualpipe_v": 2 * pp + 1}
+    peaks["v_half"] = pp + 1 if pp % 2 else pp + 2
+    for kind, peak in peaks.items():
+        for m in (2 * pp, 3 * pp + 1):
+            schedule = build_schedule(kind, pp=pp, virtual=CHUNKS[kind], num_microbatches=m)
+            assert report(schedule).peak_live == (peak,) * pp, (kind, m)
+
+
 @pytest.mark.parametrize("kind", BUILDERS)
-@pytest.mark.parametrize(("pp", "virtual", "num_microbatches"), [(1, 3, 2), (2, 2, 3), (4, 2, 1), (4, 1, 7)])
-def test_evaluation_takes_any_number_of_microbatches_on_the_training_placement(kind, pp, virtual, num_microbatches):
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 2), (2, 3), (3, 7), (4, 1), (4, 9)])
+def test_evaluation_takes_any_number_of_microbatches_on_the_training_placement(kind, pp, num_microbatches):
+    virtual = CHUNKS.get(kind, 3)
     schedule = forward_only(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
-    assert schedule.stage_rank == tuple(stage % pp for stage in range(pp * virtual))
+    assert schedule.stage_rank == placement(kind, pp, virtual)
     assert {action.op for row in schedule.actions for action in row} == {Op.F}
     proved = report(schedule)
     assert proved.peak_live == (1,) * pp
     assert proved.num_reduces == (0,) * pp
-    assert sum(proved.num_messages) == (0 if pp == 1 else 2 * (pp * virtual - 1) * num_microbatches)
+    crossings = sum(one != two for one, two in pairwise(schedule.stage_rank))
+    assert sum(proved.num_messages) == 2 * crossings * num_microbatches

@@ -1,4 +1,4 @@
-"""Selection of kernels: what auto takes and why, explicit choices, kernels from outside, and that the model uses them."""
+"""Selection of kernels: what auto takes and why, explicit choices, kernels from outside; that the model uses them."""
 
 import importlib
 import logging
@@ -12,8 +12,9 @@ from megalite.cli import main
 from megalite.config.rules import problems
 from megalite.config.schema import Config, Kernels
 from megalite.kernels import registry
+from megalite.kernels.catalog import ALL_OPS, find
 from megalite.kernels.check import check_op
-from megalite.kernels.registry import NAMES, OPS, SELECTED, available, load, required, select
+from megalite.kernels.registry import NAMES, OPS, SELECTED, load, required, select
 from megalite.mesh import single_device_mesh
 from megalite.observe.log import get_logger
 from tests.unit.model_tools import GPT, LLAMA, make_batch, make_config, make_stages, run, set_main_grads
@@ -97,7 +98,7 @@ def test_every_implementation_offers_what_the_op_calls(op):
         assert module is None or not [f for f in required(op) if not callable(getattr(module, f, None))]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_every_op_has_cases(op):
     outcome = check_op(op, load(op, "reference")[0], device=CPU, dtype=torch.float32)
     assert outcome.failures == []
@@ -234,12 +235,12 @@ def test_the_choice_is_logged_once():
     assert len([line for line in lines if line.startswith("kernels:\n  reference: rmsnorm")]) == 1
 
 
+SMALL = {"family": "llama", "num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 8}
+
+
 def config_problems(**kernels):
-    return problems(Config.model_validate({
-        "model": {"family": "llama", "num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 8},
-        "batch": {"global_batch_size": 1, "micro_batch_size": 1},
-        "kernels": kernels,
-    }))  # fmt: skip
+    batch = {"global_batch_size": 1, "micro_batch_size": 1}
+    return problems(Config.model_validate({"model": SMALL, "batch": batch, "kernels": kernels}))
 
 
 def test_config_rules():
@@ -255,7 +256,7 @@ def test_config_rules():
 def test_commands(capsys, compiled_only):
     assert main(["kernels", "list"]) == 0
     out = capsys.readouterr().out
-    assert "rmsnorm               reference   ready      no (1)     -\n" in out
+    assert "rmsnorm               reference   ready      -          no (1)     -\n" in out
     assert "(1) triton kernels need a GPU" in out
     assert main(["kernels", "check", "swiglu", "--dtype", "fp32"]) == 0
     assert "ok   swiglu                reference  fp32" in capsys.readouterr().out
@@ -273,19 +274,42 @@ def test_check_fails_for_a_wrong_kernel(capsys, monkeypatch, compiled_only):
         backward = staticmethod(reference.backward)
 
     def with_wrong(op, name, device, dtype):
-        return (Wrong, "") if name == "triton" else available(op, name, device, dtype)
+        return (Wrong, "") if name == "triton" else find(op, name, device, dtype)
 
-    monkeypatch.setattr("megalite.kernels.command.available", with_wrong)
+    monkeypatch.setattr("megalite.kernels.command.find", with_wrong)
     assert main(["kernels", "check", "swiglu", "--dtype", "fp32"]) == 1
     out = capsys.readouterr().out
     assert "FAIL swiglu                triton     fp32" in out
     assert "error of output 0 is" in out
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_bench_runs_every_contestant(op, tmp_path, capsys, compiled_only):
     path = tmp_path / "rows.json"
-    arguments = ["kernels", "bench", op, "--device", "cpu", "--tiny", "--no-compile", "--rounds", "1", "--json", str(path)]
+    arguments = [
+        "kernels",
+        "bench",
+        op,
+        "--device",
+        "cpu",
+        "--tiny",
+        "--no-compile",
+        "--rounds",
+        "1",
+        "--json",
+        str(path),
+    ]
     assert main(arguments) == 0
     assert f"{op:21}" in capsys.readouterr().out
     assert '"reference"' in path.read_text()
+
+
+def test_bench_leaves_out_foreign_software_that_fails(monkeypatch, capsys, compiled_only):
+    def breaks(*_):
+        raise RuntimeError("no compiler\nand a long text")
+
+    monkeypatch.setattr("megalite.kernels.bench.baselines.compiled", lambda op: breaks)
+    assert main(["kernels", "bench", "swiglu", "--device", "cpu", "--tiny", "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "torch.compile" not in out
+    assert "reference" in out

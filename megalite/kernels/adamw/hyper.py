@@ -1,4 +1,4 @@
-"""What one AdamW update takes: its numbers, and the tensors of one run of elements. Every implementation takes these."""
+"""What every implementation of AdamW takes: the numbers of an update, and the tensors of one run of elements."""
 
 from dataclasses import dataclass
 

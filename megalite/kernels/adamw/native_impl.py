@@ -1,4 +1,4 @@
-"""AdamW on the CPU in C++ (csrc/adamw_cpu.cpp): one pass, AVX2 or AVX-512 as the machine has, torch's number of threads.
+"""AdamW on the CPU in C++ (csrc/adamw_cpu.cpp): one pass, AVX2 or AVX-512 as the machine has, torch's thread count.
 
 Numerics: fp32; every vector level and number of threads gives the same bits.
 """

@@ -31,9 +31,7 @@ def adamw_step(tensors: Sequence[Tensors], hyper: Hyper, *, scale: Tensor | floa
         impl.step_all(tensors, hyper=hyper, scale=scale)
         return
     for one in tensors:
-        impl.step(
-            one.main, one.grad, one.exp_avg, one.exp_avg_sq, hyper=hyper, scale=scale, out_copy=one.out_copy
-        )
+        impl.step(one.main, one.grad, one.exp_avg, one.exp_avg_sq, hyper=hyper, scale=scale, out_copy=one.out_copy)
 
 
 def _check(one: Tensors) -> None:

@@ -66,6 +66,7 @@ def _gradient(
     factor = scale / tl.load(normalizer + normalizer_stride + row)
     place = logits + row * stride + columns
     x = tl.load(place, mask=columns < num_columns).to(compute)
+    x = tl.where(columns < num_valid, x, float("-inf"))
     grad = tl.exp(x - largest) * factor - tl.where(columns == target - start, scale, 0.0)
     grad = tl.where(columns < num_valid, grad, 0.0)  # a target of another slice may point into the padding
     tl.store(place, grad.to(logits.dtype.element_ty), mask=columns < num_columns)

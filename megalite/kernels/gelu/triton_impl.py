@@ -16,9 +16,11 @@ from megalite.kernels.tiles import as_rows, num_programs, power_of_two
 
 MAX_BLOCK = 1024
 PROGRAMS_PER_PROCESSOR = 16
-SLOPE = tl.constexpr(2.0 * 0.7978845608028654)
-"""2 sqrt(2 / pi)."""
-CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _twice_u(x):
+    return 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi) (x + 0.044715 x^3)
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def gelu_forward(x, bias, y, F, stride, BIAS: tl.constexpr, BLOCK: tl.constexpr)
     wide = tl.load(x + row * stride + columns, mask=mask, other=0.0).to(compute)
     if BIAS:
         wide += tl.load(bias + columns, mask=mask, other=0.0).to(compute)
-    out = wide / (1.0 + tl.exp(-SLOPE * (wide + CUBIC * wide * wide * wide)))
+    out = wide / (1.0 + tl.exp(-_twice_u(wide)))
     tl.store(y + row * F + columns, out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -50,10 +52,9 @@ def gelu_backward(dy, x, bias, dx, dbias, M, F, stride_dy, stride, BIAS: tl.cons
         grad = tl.load(dy + row * stride_dy + columns, mask=mask, other=0.0).to(compute)
         if BIAS:
             wide += tl.load(bias + columns, mask=mask, other=0.0).to(compute)
-        square = wide * wide
-        sigmoid = 1.0 / (1.0 + tl.exp(-SLOPE * (wide + CUBIC * wide * square)))
-        inner = SLOPE * (1.0 + 3.0 * CUBIC * square)
-        out = grad * (sigmoid + wide * sigmoid * (1.0 - sigmoid) * inner)
+        sigmoid = 1.0 / (1.0 + tl.exp(-_twice_u(wide)))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * wide * wide)  # of _twice_u
+        out = grad * (sigmoid + wide * sigmoid * (1.0 - sigmoid) * slope)
         tl.store(dx + row * F + columns, out.to(dx.dtype.element_ty), mask=mask)
         total += out
     if BIAS:

@@ -59,8 +59,9 @@ def layernorm_residual(
     if residual.shape != x.shape:
         shapes = f"{tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
         raise ValueError(f"layernorm residual of shape {shapes}")
-    rows = (-1, x.shape[-1])
-    y, total = _LayerNormResidual.apply(x.reshape(rows), residual.reshape(rows), weight, bias, eps, impl)
+    # no view of rows that are rows already: through views, both inputs' .grad would be one tensor
+    rows, others = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (x, residual))
+    y, total = _LayerNormResidual.apply(rows, others, weight, bias, eps, impl)
     return y.view(x.shape), total.view(x.shape)
 
 

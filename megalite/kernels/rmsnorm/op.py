@@ -58,8 +58,9 @@ def rmsnorm_residual(
     _check(x, weight)
     if residual.shape != x.shape:
         raise ValueError(f"rmsnorm residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}")
-    rows = (-1, x.shape[-1])
-    y, total = _RmsNormResidual.apply(x.reshape(rows), residual.reshape(rows), weight, eps, impl)
+    # no view of rows that are rows already: through views, both inputs' .grad would be one tensor
+    rows, others = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (x, residual))
+    y, total = _RmsNormResidual.apply(rows, others, weight, eps, impl)
     return y.view(x.shape), total.view(x.shape)
 
 

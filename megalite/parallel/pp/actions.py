@@ -70,6 +70,22 @@ Rows = tuple[tuple[Action, ...], ...]
 """One list of actions per pp rank."""
 
 
+def producer(action: Action, num_stages: int) -> Action | None:
+    """The action of another stage whose output `action` consumes; a B stands for the I of a split backward too."""
+    if action.op is Op.F and action.stage > 0:
+        return Action(Op.F, action.stage - 1, action.mb)
+    if action.op in (Op.B, Op.I) and action.stage < num_stages - 1:
+        return Action(Op.B, action.stage + 1, action.mb)
+    return None
+
+
+def output_key(action: Action) -> Action | None:
+    """The name under which consumers know the output of a computation; None for W, which has none."""
+    if action.op is Op.W:
+        return None
+    return Action(Op.B, action.stage, action.mb) if action.op is Op.I else action
+
+
 def parse_action(text: str) -> Action:
     """Read one printed action.
 

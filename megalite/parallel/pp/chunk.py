@@ -83,8 +83,9 @@ class Chunk:
         for position in reversed(range(len(self.links))):
             if self._is_block(position):
                 self.hooks.before_weights(position)
-                for action in queues[position]:
-                    action()
+                with torch.no_grad():
+                    for action in queues[position]:
+                        action()
                 queues[position].clear()
             if reduce:
                 self.hooks.reduce(position)

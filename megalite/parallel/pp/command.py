@@ -1,36 +1,93 @@
 """The `schedule` command: what a pipeline schedule looks like, what it idles and what it holds."""
 
-from megalite.parallel.pp.check import check
-from megalite.parallel.pp.draw import counted, text_grid, write_png
+from dataclasses import dataclass
+
+from megalite.config.pipeline import SCHEDULES
+from megalite.parallel.pp.check import Report, check
+from megalite.parallel.pp.draw import counted, text_grid, write_picture
 from megalite.parallel.pp.lower import lower
+from megalite.parallel.pp.schedule import Schedule
 from megalite.parallel.pp.schedules import build_schedule
-from megalite.parallel.pp.simulate import simulate
+from megalite.parallel.pp.simulate import Timeline, simulate
+from megalite.parallel.pp.trace import timeline_spans, trace_events, write_trace
 
 
-def schedule_command(kind: str, *, pp: int, virtual: int, num_microbatches: int, png: str | None) -> str:
-    """The text grid of a schedule and its summary; with `png`, also a picture written there.
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write; None: not."""
 
-    A forward takes one unit of time and a backward two, on every stage; messages take none. The schedule is lowered and
-    proved before it is drawn.
+    png: str | None = None
+    svg: str | None = None
+    trace: str | None = None
+
+
+def schedule_command(
+    kind: str, *, pp: int, virtual: int | None, num_microbatches: int, costs: str = "1,1,1,0", outputs: Outputs
+) -> str:
+    """The text grid of a schedule and its summary; `outputs` are written. The schedule is lowered and proved first.
+
+    Args:
+        virtual: None: the fewest chunks that the kind is made for.
+        costs:   lengths of a stage's forward, input gradient, weight gradient and message: whole numbers. A backward
+                 that is not split takes as long as its two halves. Messages travel beside computation.
 
     Raises:
-        ValueError: sizes that the schedule can't take.
-        OSError: `png` can't be written.
+        ValueError: sizes that the schedule can't take, or costs that are not four whole numbers.
+        OSError: a file can't be written.
     """
-    schedule = build_schedule(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
+    schedule = build_schedule(kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches)
     report = check(lower(schedule, zero_stage=0, reshard_after="step", reduce_each="step"))
-    timeline = simulate(schedule, forward_s=1, backward_s=2, send_s=0)
-    if png is not None:
-        write_png(schedule, timeline, png)
+    forward, input_grad, weight_grad, send = _costs(costs)
+    lengths = {"forward_s": forward, "backward_s": input_grad + weight_grad}
+    lengths |= {"input_s": input_grad, "weight_s": weight_grad}
+    timeline, free = (simulate(schedule, **lengths, send_s=length) for length in (send, 0))
+    for path, write in ((outputs.png, "png"), (outputs.svg, "svg")):
+        if path is not None:
+            write_picture(schedule, timeline, path, form=write)
+    if outputs.trace is not None:
+        write_trace(trace_events(timeline_spans(timeline), process=f"{schedule.name}, simulated"), outputs.trace)
     stages = f"{counted(schedule.num_stages, 'stage')} on {counted(pp, 'rank')}"
-    per_rank = [("idle", [f"{100 * timeline.bubble(rank):.1f}%" for rank in range(pp)])]
-    per_rank.append(("peak live activations", list(map(str, report.peak_live))))
-    per_rank.append(("messages", list(map(str, report.num_messages))))
     lines = [
         f"{schedule.name}: {stages}, {counted(num_microbatches, 'microbatch')}",
         text_grid(timeline),
-        f"bubble: {100 * timeline.total_bubble:.1f}% of the step is idle ({100 * timeline.overhead:.1f}% of the work)",
-        *(f"{name + ' per rank:':32}{'  '.join(values)}" for name, values in per_rank),
-        *([f"picture: {png}"] if png is not None else []),
+        *_summary(schedule, report, timeline, free),
+        *(f"{name}: {path}" for name, path in vars(outputs).items() if path is not None),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _virtual(kind: str) -> int:
+    """Chunks per rank where none are given."""
+    if kind == "interleaved":
+        return 2
+    return (SCHEDULES[kind].virtual or 1) if kind in SCHEDULES else 1
+
+
+def _costs(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 4 or not all(word.isascii() and word.isdigit() for word in words) or "0" in words[:3]:
+        raise ValueError(
+            f"--costs={text} must be four whole numbers, of a forward, an input gradient, a weight gradient (each at "
+            "least 1) and a message; e.g. 2,2,1,0"
+        )
+    return tuple(map(int, words))
+
+
+def _summary(schedule: Schedule, report: Report, timeline: Timeline, free: Timeline) -> list[str]:
+    """Shares of the step's time over all ranks, and numbers per rank; `free` is the timeline with free messages."""
+    compute = 100 * (1 - timeline.total_bubble)
+    exposed = 100 * (timeline.makespan_s - free.makespan_s) / timeline.makespan_s
+    busy = max(timeline.busy_s(rank) for rank in range(schedule.pp))
+    own = 100 * (timeline.longest_rank_s - busy) / timeline.longest_rank_s
+    per_rank = {
+        "idle": [f"{100 * timeline.bubble(rank):.1f}%" for rank in range(schedule.pp)],
+        "peak live activations": list(map(str, report.peak_live)),
+        "messages": list(map(str, report.num_messages)),
+    }
+    return [
+        f"step: {timeline.makespan_s} units of time: compute {compute:.1f}%, bubble {100 - compute - exposed:.1f}%, "
+        f"exposed communication {exposed:.1f}%",
+        f"bubble: {100 * timeline.total_bubble:.1f}% of the step is idle ({100 * timeline.overhead:.1f}% of the work); "
+        f"{own:.1f}% between a rank's first and last action",
+        *(f"{name + ' per rank:':32}{'  '.join(values)}" for name, values in per_rank.items()),
+    ]

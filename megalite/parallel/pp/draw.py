@@ -1,14 +1,15 @@
-"""Pictures of a schedule: a text grid and a PNG, both from the same timeline.
+"""Pictures of a schedule: a text grid and a PNG or SVG, all from the same timeline.
 
 The text grid has one row per pp rank and one column per unit of time; an action stands where it starts, `=` fills the
-rest of its time, `.` is idle time. The PNG has a bar per action, coloured by op, darker for later chunks of a rank.
+rest of its time, `.` is idle time. The picture has a bar per action, coloured by op, darker for later chunks of a rank.
 """
 
 from math import ceil
 from pathlib import Path
+from typing import Literal
 
 from megalite.parallel.pp.actions import Op
-from megalite.parallel.pp.schedules import Schedule
+from megalite.parallel.pp.schedule import Schedule
 from megalite.parallel.pp.simulate import Span, Timeline
 
 _STYLES = {Op.F: "cyan", Op.B: "green", Op.I: "yellow", Op.W: "magenta"}
@@ -59,7 +60,7 @@ def _draw_cell(text: str, op: Op | None, width: int) -> str:
     return f"[{_STYLES[op]}]{filled}[/]{padding}" if op else filled + padding
 
 
-def write_png(schedule: Schedule, timeline: Timeline, path: str | Path) -> None:
+def write_picture(schedule: Schedule, timeline: Timeline, path: str | Path, *, form: Literal["png", "svg"]) -> None:
     """Draw the timeline; needs matplotlib. Microbatch numbers are left out where they would not fit."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -86,7 +87,7 @@ def write_png(schedule: Schedule, timeline: Timeline, path: str | Path) -> None:
         side.set_visible(False)
     patches = [Patch(**entry) for entry in _legend(schedule)]
     figure.legend(handles=patches, loc="outside lower left", ncols=5 if inches < 14 else 9, fontsize=8, frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, format=form)
 
 
 def _draw_bar(axes, rank: int, span: Span, colour: str, *, points_per_unit: float) -> None:

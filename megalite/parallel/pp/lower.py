@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megalite.parallel.pp.actions import COMPUTE, RECVS, Action, Op, Rows, partner
-from megalite.parallel.pp.schedules import Schedule
+from megalite.parallel.pp.actions import COMPUTE, RECVS, Action, Op, Rows, output_key, partner, producer
+from megalite.parallel.pp.schedule import Schedule
 
 ReshardAfter = Literal["forward", "microbatch", "step"]
 ReduceEach = Literal["microbatch", "step"]
@@ -66,22 +66,6 @@ def lower(schedule: Schedule, *, zero_stage: int, reshard_after: ReshardAfter, r
 
 Slots = dict[int, list[Action]]
 """What is inserted before the k-th computation of a rank (k = their number: at the end)."""
-
-
-def producer(action: Action, num_stages: int) -> Action | None:
-    """The action of another stage whose output `action` consumes; a B stands for the I of a split backward too."""
-    if action.op is Op.F and action.stage > 0:
-        return Action(Op.F, action.stage - 1, action.mb)
-    if action.op in (Op.B, Op.I) and action.stage < num_stages - 1:
-        return Action(Op.B, action.stage + 1, action.mb)
-    return None
-
-
-def output_key(action: Action) -> Action | None:
-    """The name under which consumers know the output of a computation; None for W, which has none."""
-    if action.op is Op.W:
-        return None
-    return Action(Op.B, action.stage, action.mb) if action.op is Op.I else action
 
 
 def _play(schedule: Schedule) -> tuple[list[list[int]], dict[Action, int]]:

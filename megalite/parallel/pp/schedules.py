@@ -1,43 +1,21 @@
 """Pipeline schedules as pure functions: sizes in, one list of compute actions per pp rank out.
 
 Invariant: every list respects the data flow (a forward after the forward before it, a backward after the backward
-behind it); `check.py` proves it. Stage s lives on rank s % pp. A new schedule is one more function and one line in
-`BUILDERS`.
+behind it); `check.py` proves it. A new schedule is one more function, one line in `BUILDERS` and one in the table of
+sizes in `config/pipeline.py`. Zero-bubble schedules are in `zero_bubble.py` and `v_shaped.py`.
 Sources: GPipe arXiv:1811.06965; 1F1B arXiv:1806.03377; interleaved 1F1B arXiv:2104.04473, section 2.2.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
-from megalite.parallel.pp.actions import Action, Op, Rows
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What every pp rank computes, in order.
-
-    stage_rank: the pp rank of each stage.
-    actions:    per pp rank, F and B (or I and W) actions only; sends, gathers and reductions come with `lower`.
-    """
-
-    name: str
-    pp: int
-    num_stages: int
-    num_microbatches: int
-    stage_rank: tuple[int, ...]
-    actions: Rows
-    forward_only: bool = False
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of one pp rank, first to last."""
-        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
-
-
-def _loop_placement(pp: int, virtual: int) -> tuple[int, ...]:
-    """Stage s on rank s % pp: the pipeline passes all ranks `virtual` times."""
-    return tuple(stage % pp for stage in range(pp * virtual))
-
+from megalite.config.pipeline import is_schedule_file, schedule_problems
+from megalite.parallel.pp.actions import Action, Op
+from megalite.parallel.pp.csv_file import read_schedule
+from megalite.parallel.pp.schedule import Schedule, loop_placement
+from megalite.parallel.pp.v_shaped import dualpipe_v, v_half, zbv
+from megalite.parallel.pp.zero_bubble import zb_h1, zb_h2
 
 Unit = list[Action]
 """What a rank does in one go between switching from forwards to backwards."""
@@ -64,7 +42,7 @@ def gpipe(pp: int, virtual: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards, backwards = _passes(rank, pp, virtual, num_microbatches)
         rows.append(tuple(chain(*forwards, *backwards)))
-    placement = _loop_placement(pp, virtual)
+    placement = loop_placement(pp, virtual)
     return Schedule("gpipe", pp, pp * virtual, num_microbatches, placement, tuple(rows))
 
 
@@ -77,7 +55,7 @@ def one_f_one_b(pp: int, virtual: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards, backwards = _passes(rank, pp, virtual, num_microbatches)
         rows.append(_one_forward_one_backward(forwards, backwards, pp - 1 - rank))
-    placement = _loop_placement(pp, virtual)
+    placement = loop_placement(pp, virtual)
     return Schedule("1f1b", pp, pp * virtual, num_microbatches, placement, tuple(rows))
 
 
@@ -95,7 +73,7 @@ def interleaved(pp: int, virtual: int, num_microbatches: int) -> Schedule:
         forwards = [[Action(Op.F, chunk * pp + rank, mb)] for chunk, mb in order]
         backwards = [[Action(Op.B, (virtual - 1 - chunk) * pp + rank, mb)] for chunk, mb in order]
         rows.append(_one_forward_one_backward(forwards, backwards, 2 * (pp - 1 - rank) + (virtual - 1) * pp))
-    placement = _loop_placement(pp, virtual)
+    placement = loop_placement(pp, virtual)
     return Schedule("interleaved", pp, pp * virtual, num_microbatches, placement, tuple(rows))
 
 
@@ -113,46 +91,59 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "v_half": v_half,
+    "dualpipe_v": dualpipe_v,
 }
 
 
 def build_schedule(kind: str, *, pp: int, virtual: int, num_microbatches: int) -> Schedule:
-    """The training schedule `kind` for these sizes.
+    """The training schedule `kind` for these sizes; a kind that ends in .csv is the path of a file.
 
     Raises:
         ValueError: the kind is unknown, or can't take these sizes; the message has the numbers and the ways out.
     """
-    _refuse_bad_sizes(kind, pp, virtual, num_microbatches)
-    if pp > 1 and virtual > 1 and kind != "interleaved":
-        raise ValueError(
-            f"pipeline.schedule={kind} takes one chunk per rank, but pipeline.virtual={virtual} at mesh.pp={pp}; "
-            f"use pipeline.virtual=1 or pipeline.schedule=interleaved"
-        )
-    if kind == "interleaved" and num_microbatches % pp:
-        down = num_microbatches - num_microbatches % pp
-        near = f"{down} or {down + pp}" if down else f"{pp}"
-        raise ValueError(
-            f"pipeline.schedule=interleaved moves microbatches in groups of mesh.pp={pp}, which does not divide "
-            f"num_microbatches={num_microbatches}; use {near} microbatches (batch.num_microbatches, "
-            f"batch.micro_batch_size or batch.global_batch_size), or pipeline.schedule=1f1b with pipeline.virtual=1"
-        )
+    _refuse_empty_sizes(pp, virtual, num_microbatches)
+    _refuse_bad_kind(kind, pp, virtual, num_microbatches)
+    if is_schedule_file(kind):
+        return read_schedule(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
     return BUILDERS[kind](pp, virtual, num_microbatches)
 
 
 def forward_only(kind: str, *, pp: int, virtual: int, num_microbatches: int) -> Schedule:
-    """Forwards only, on the stage placement of the training schedule `kind`; takes any number of microbatches."""
-    _refuse_bad_sizes(kind, pp, virtual, num_microbatches)
-    order = _interleaved_order(pp, virtual, num_microbatches)
-    rows = tuple(tuple(Action(Op.F, chunk * pp + rank, mb) for chunk, mb in order) for rank in range(pp))
-    placement = BUILDERS[kind](pp, virtual, pp).stage_rank
-    return Schedule(f"{kind} forward", pp, pp * virtual, num_microbatches, placement, rows, forward_only=True)
+    """Forwards only, on the stage placement of the training schedule `kind`; takes any number of microbatches.
+
+    Microbatches go in groups that fill the pipeline once; a rank takes a group through one of its stages after the
+    other. All ranks follow one order (group, stage, microbatch), so no placement can make them wait in a circle.
+    """
+    _refuse_empty_sizes(pp, virtual, num_microbatches)
+    _refuse_bad_kind(kind, pp, virtual, None)
+    if is_schedule_file(kind):
+        placement = read_schedule(kind, pp=pp, virtual=virtual).stage_rank
+    else:
+        placement = BUILDERS[kind](pp, virtual, pp).stage_rank
+    rows: list[list[Action]] = [[] for _ in range(pp)]
+    group = pp if placement == loop_placement(pp, virtual) else len(placement)
+    for start in range(0, num_microbatches, group):
+        for stage, rank in enumerate(placement):
+            rows[rank] += [Action(Op.F, stage, mb) for mb in range(start, min(start + group, num_microbatches))]
+    actions = tuple(map(tuple, rows))
+    return Schedule(f"{kind} forward", pp, pp * virtual, num_microbatches, placement, actions, forward_only=True)
 
 
-def _refuse_bad_sizes(kind: str, pp: int, virtual: int, num_microbatches: int) -> None:
-    """Raise for an unknown kind or a size below 1."""
-    if kind not in BUILDERS:
-        raise ValueError(f"pipeline.schedule={kind} is unknown; use {', '.join(BUILDERS)}")
+def _refuse_empty_sizes(pp: int, virtual: int, num_microbatches: int) -> None:
+    """Raise for a size below 1."""
     sizes = {"mesh.pp": pp, "pipeline.virtual": virtual, "num_microbatches": num_microbatches}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
+
+
+def _refuse_bad_kind(kind: str, pp: int, virtual: int, num_microbatches: int | None) -> None:
+    """Raise for an unknown kind, or one that can't take these sizes."""
+    if pp == 1 and kind in ("gpipe", "1f1b"):
+        return  # several chunks on the only rank are one after the other
+    for problem in schedule_problems(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches):
+        raise ValueError(problem)

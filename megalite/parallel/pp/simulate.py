@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megalite.parallel.pp.actions import COMPUTE, MESSAGES, Action, Op, partner
-from megalite.parallel.pp.lower import Lowered, output_key, producer
-from megalite.parallel.pp.schedules import Schedule
+from megalite.parallel.pp.actions import COMPUTE, MESSAGES, Action, Op, output_key, partner, producer
+from megalite.parallel.pp.lower import Lowered
+from megalite.parallel.pp.schedule import Schedule
 
 Seconds = float | int | Fraction
 Cost = Seconds | Sequence[Seconds]
@@ -41,6 +41,15 @@ class Timeline:
     def bubble(self, rank: int) -> Seconds:
         """Fraction of the step in which a rank idles."""
         return 1 - self.busy_s(rank) / self.makespan_s if self.makespan_s else 0
+
+    @property
+    def longest_rank_s(self) -> Seconds:
+        """The longest time from a rank's first start to its own last end.
+
+        The zero-bubble papers count idle time against it: where every rank goes on with its next step as soon as it is
+        through with this one, ranks that start late end late, and their shift costs nothing.
+        """
+        return max((row[-1].end_s - row[0].start_s for row in self.spans if row), default=0)
 
     @property
     def total_bubble(self) -> Seconds:

@@ -18,6 +18,10 @@ class StageHooks:
     links: list[LinkUnits]
     streams: bool
 
+    def __post_init__(self) -> None:
+        for link in self.links:
+            self.manager.knows_link(link)
+
     def before_forward(self, position: int) -> None:
         """Parameters of the link are ready after this; the next link's are on their way."""
         self.manager.before(self.links[position], self._at(position + 1), grads=False)
@@ -45,13 +49,16 @@ class StageHooks:
         self.manager.reduce(self.links[position])
 
     def gather(self, *, backward: bool) -> None:
-        """GATHER: begin with the unit that the next action touches first, or hold the whole stage."""
+        """GATHER: begin with the link that the stage's next action runs first, or hold the whole stage.
+
+        A streamed link waits while another stage runs, which needs room for its largest link.
+        """
+        links = list(reversed(self.links)) if backward else self.links
         if self.streams:
-            for name in self.links[-1 if backward else 0].reads:
-                self.manager.units[name].start_gather()
-            return
-        for link in reversed(self.links) if backward else self.links:
-            self.manager.hold(self.stage, link.reads, start=True)
+            for link in links[:1]:  # a stage may be empty
+                self.manager.prefetch(link.reads, reserve=self.manager.largest_link_bytes)
+        else:
+            self.manager.hold(self.stage, [name for link in links for name in link.reads])
 
     def reshard(self) -> None:
         """RESHARD: nothing of this stage stays gathered, unless another stage on this rank holds it."""

@@ -6,17 +6,22 @@ Invariant: whatever the stage, when a link runs its full parameters hold the val
 freed and reduced.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
 from megalite.comm.collectives import all_reduce
 from megalite.mesh import Group, Mesh
+from megalite.parallel.spec import ParamSpec
 from megalite.parallel.zero.layout import Run, flat_layout
 from megalite.parallel.zero.reduce import Reducer
-from megalite.parallel.zero.unit import InitFn, Place, Unit
+from megalite.parallel.zero.unit import InitFn, Place, State, Unit
+
+GradCheck = Callable[[str, str, Tensor], None]
+"""(unit, logical name, this rank's part of the gradient as a flat view)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,10 @@ class ZeroPolicy:
     compute: torch.dtype
     main: torch.dtype
     reduce: torch.dtype
+    max_live_bytes: int | None = None
+    """Prefetches that would pass it are put off. plan/live.py refuses a bound that a layout can't keep."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of logical names, see parallel.spec.Part.frozen."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,13 @@ class ZeroManager:
         )
         self.held: dict[str, set[int]] = {name: set() for name in self.units}
         self.peak_live_bytes = 0
+        self.largest_link_bytes = 0
+        """The most that one link of this rank reads."""
+        self.grad_check: GradCheck | None = None
 
     def _unit(self, name: str, params: list, init: InitFn) -> Unit:
-        layout = flat_layout([(n, p.spec, tuple(p.shape)) for n, p, _ in params], self.shard_group.size)
+        slots = [(n, freeze(p.spec, self.policy.frozen), tuple(p.shape)) for n, p, _ in params]
+        layout = flat_layout(slots, self.shard_group.size)
         places: list[list[Place]] = [where for _, _, where in params]
         unit = Unit(name, layout, places, group=self.shard_group, reshard=self.policy.stage == 3)
         unit.allocate(init, compute=self.policy.compute, main=self.policy.main, device=self.mesh.device)
@@ -75,12 +88,38 @@ class ZeroManager:
 
     # Around links
 
-    def hold(self, stage: int, names: Iterable[str], *, start: bool) -> None:
-        """Keep the stage's units gathered until `release`; with `start`, begin to gather them now."""
+    def knows_link(self, link: LinkUnits) -> None:
+        """Take note of a link that will run on this rank."""
+        num_bytes = sum(self.units[name].full_bytes for name in link.reads)
+        self.largest_link_bytes = max(self.largest_link_bytes, num_bytes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Full parameters that exist now, gathered or being gathered."""
+        return sum(u.full_bytes for u in self.units.values() if u.state is not State.SHARDED or not u.reshards)
+
+    def hold(self, stage: int, names: Iterable[str]) -> None:
+        """Keep the stage's units gathered until `release`, and begin to gather them, in this order.
+
+        Asks for no room: a stage is held while a microbatch is between its forward and its backward, so all stages of
+        the rank are held at some time, and a bound below that is refused at the start.
+        """
         for name in names:
             self.held[name].add(stage)
-            if start:
-                self.units[name].start_gather()
+            self._start([name])
+
+    def prefetch(self, names: Iterable[str], *, reserve: int = 0) -> None:
+        """Begin to gather units unless the bound has no room for them and for `reserve` bytes that other links need
+        meanwhile; they are then gathered when their link runs."""
+        absent = [name for name in names if self.units[name].state is State.SHARDED]
+        needed = self.live_bytes + sum(self.units[name].full_bytes for name in absent) + reserve
+        if self.policy.max_live_bytes is None or needed <= self.policy.max_live_bytes:
+            self._start(absent)
+
+    def _start(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.units[name].start_gather()
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def release(self, stage: int, names: Iterable[str]) -> None:
         """Undo `hold` and free the units that no other stage holds."""
@@ -91,14 +130,13 @@ class ZeroManager:
 
     def before(self, link: LinkUnits, following: LinkUnits | None, *, grads: bool) -> None:
         """Have the link's parameters ready (and its gradient buffers with `grads`); prefetch the next link's."""
+        self._start(link.reads)
         for name in link.reads:
             self.units[name].finish_gather()
         if grads:
             self.ready_grads(link)
-        for name in following.reads if following else ():
-            self.units[name].start_gather()
-        live = sum(u.full_bytes for u in self.units.values() if u.full.untyped_storage().nbytes() > 0)
-        self.peak_live_bytes = max(self.peak_live_bytes, live)
+        if following:
+            self.prefetch(following.reads)
 
     def after(self, link: LinkUnits, *, keep: LinkUnits | None) -> None:
         """Free what no stage holds and the next link does not read."""
@@ -129,7 +167,7 @@ class ZeroManager:
 
     def finish_grads(self) -> None:
         """Complete the gradient of every shard: over dp, over tp for what each tp rank saw in part, over the tied
-        copies.
+        copies. Then call `check_grads`'s function.
 
         Communication: dp reductions that are still on their way; one packed all-reduce over tp and one over the kv
         replicas (only parts with spec.tp_reduce); one over the two ends of the pipeline for a tied embedding.
@@ -138,7 +176,27 @@ class ZeroManager:
         self._reduce_runs(self.mesh.tp, lambda run: _reduces(run, "tp"), site="zero.tp_partial")
         self._reduce_runs(self.mesh.kv, lambda run: _reduces(run, "kv"), site="zero.kv_partial")
         if "tied" in self.units:
-            all_reduce(self.units["tied"].grad, self.mesh.tied, site="zero.tied")
+            all_reduce(self.units["tied"].grad, self.tied_group, site="zero.tied")
+        for unit in self.units.values():
+            for begin, end in self.segments(unit, lambda run: run.part.frozen):
+                unit.grad[begin:end].zero_()
+        if self.grad_check is not None:
+            self._check_grads(self.grad_check)
+
+    def check_grads(self, callback: GradCheck | None) -> None:
+        """Have `callback` called at the end of every `finish_grads`, once for each run of a logical tensor's gradient
+        that this rank's shards hold: complete, before clipping, in the main dtype. None: no longer.
+
+        The view is the gradient itself: what the callback writes is what the optimizer reads, and must then be the same
+        on all replicas. Frozen tensors are left out.
+        """
+        self.grad_check = callback
+
+    def _check_grads(self, callback: GradCheck) -> None:
+        for unit in self.units.values():
+            for run in self.runs(unit):
+                if not run.part.frozen:
+                    callback(unit.name, run.part.name, unit.grad[run.shard_offset : run.shard_offset + run.length])
 
     def updated(self) -> None:
         """After an update (or a load) of main params: refresh the compute copies and begin to gather stages 1 and 2."""
@@ -163,6 +221,12 @@ class ZeroManager:
         return unit.layout.segments(self.shard_group.rank, keep)
 
     @property
+    def tied_group(self) -> Group:
+        """The ranks that hold a copy of the tied embedding; this one alone if both ends of the pipeline are here."""
+        both = "tied" in self.units and len(self.units["tied"].places[0]) > 1
+        return Group("tied", ranks=(self.mesh.rank,), ledger=self.mesh.ledger) if both else self.mesh.tied
+
+    @property
     def owns_replica(self) -> bool:
         """True on the ranks whose shards count in norms and are saved: the first data parallel replica."""
         return self.replicate_group.rank == 0
@@ -179,6 +243,12 @@ class ZeroManager:
         all_reduce(packed, group, site=site)
         for piece, target in zip(packed.split([s.numel() for s in slices]), slices, strict=True):
             target.copy_(piece)
+
+
+def freeze(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
+    """The spec with its parts marked whose logical names match a pattern (`layers.0.*`)."""
+    frozen = [any(fnmatchcase(part.name, pattern) for pattern in patterns) for part in spec.parts]
+    return replace(spec, parts=tuple(replace(p, frozen=f) for p, f in zip(spec.parts, frozen, strict=True)))
 
 
 def _reduces(run: Run, over: str) -> bool:

@@ -114,10 +114,14 @@ class Unit:
         self.full.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
+    def settle(self) -> None:
+        """Wait for a gather under way; before `main` is written, which may be a part of what the gather writes."""
+        if self.state is State.GATHERING:
+            self.finish_gather()
+
     def updated(self) -> None:
         """Take the optimizer's new `main` into the compute copy; full parameters are stale until gathered again."""
-        if self.state is State.GATHERING:
-            self.finish_gather()  # a gather of the former values must not end after that of the new ones
+        self.settle()
         if self.shard is not self.main and not self.copied:
             self.shard.copy_(self.main)
         self.copied = False

@@ -1,0 +1,71 @@
+"""megalite as a contestant: a row's layout as a config, and the trainer's own step."""
+
+import torch
+from bench.data import share
+from bench.rows import ROWS, Row, Work
+from torch import Tensor
+
+from megalite.batch import Microbatch
+from megalite.config.load import check
+from megalite.config.schema import Config
+from megalite.mesh import build_mesh
+from megalite.train.build import build as build_trainer
+from megalite.train.build import sizes_of
+from megalite.train.logical import full_params
+from megalite.train.step import train_step
+
+
+def config_of(row: Row, work: Work) -> Config:
+    """The row's layout as a config."""
+    model = {name: getattr(work, name) for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size")}
+    model |= {"family": "llama", "max_seq_len": work.seq_len, "norm_eps": work.norm_eps, "rope_theta": work.rope_theta}
+    values = {
+        "model": model,
+        "mesh": {"pp": row.pp, "dp": row.dp, "tp": row.tp},
+        "pipeline": {"schedule": row.schedule, "virtual": row.virtual},
+        "zero": {"stage": row.zero, "reshard_after": row.reshard_after, "reduce_each": "step"},
+        "batch": {"global_batch_size": work.global_batch_size, "micro_batch_size": row.micro_batch_size},
+        "precision": {"compute": "fp32"},
+        "optimizer": {
+            "name": "adamw",
+            "betas": list(work.betas),
+            "eps": work.eps,
+            "weight_decay": work.weight_decay,
+            "clip_norm": 0.0,
+        },
+        "run": {"device": "cpu", "seed": work.seed, "timeout_s": 300},
+    }
+    return check(values, {}, name=f"row {row.name}")
+
+
+class Trainer:
+    """One rank."""
+
+    def __init__(self, row: Row, work: Work, variant: str, weights: str):
+        assert not variant, variant
+        self.row, self.work = row, work
+        config = config_of(row, work)  # its initial weights are the ones in `weights`
+        mesh = build_mesh(sizes_of(config), device=torch.device("cpu"), timeout_s=300, kv_replicas=config.kv_replicas)
+        self.trainer = build_trainer(config, mesh)
+
+    def step(self, tokens: Tensor, labels: Tensor, number: int) -> float:
+        """Train on a global batch; returns its mean loss."""
+        dp, micro = self.trainer.mesh.dp, self.row.micro_batch_size
+        tokens, labels = (share(whole, dp.rank, dp.size) for whole in (tokens, labels))
+        start = dp.rank * len(tokens)
+        batches = [
+            Microbatch(tokens[i : i + micro], labels[i : i + micro], sample_start=start + i, step=number)
+            for i in range(0, len(tokens), micro)
+        ]
+        return train_step(self.trainer, batches, lr=self.work.lr).loss
+
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far, by the ledger: payload without headers."""
+        return sum(self.trainer.mesh.ledger.sent_bytes.values())
+
+
+def save_weights(work: Work, path: str) -> None:
+    """Write the initial weights by logical name, for the other contestants."""
+    one = next(row for row in ROWS if row.world_size == 1)
+    params = full_params(Trainer(one, work, "", path).trainer)
+    torch.save({name: value.clone() for name, value in params.items()}, path)
