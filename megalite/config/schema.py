@@ -237,7 +237,7 @@ class Optimizer(Section):
     clip_norm: Real = Field(1.0, ge=0)
     """Global gradient norm limit; 0 switches clipping off."""
     implementation: Literal["auto", "reference", "native", "triton", "cuda", "apex"] = "auto"
-    """Of AdamW and the gradient norm. auto: cuda or triton on a GPU, native (C++) on the CPU, else reference (torch)."""
+    """Of AdamW and the gradient norm. auto: cuda or triton on a GPU, native (C++) on the CPU, else reference."""
 
 
 class Lr(Section):

@@ -158,9 +158,7 @@ def _zero(plan: RankPlan, totals: Totals) -> None:
     for name, layout in plan.layouts.items():
         gathers = walk.gathers[name] if stage == 3 else 1  # stages 1 and 2: once, after the update
         shard = layout.shard_numel
-        totals.all_gather(
-            "dp_shard", shards, "zero.gather", shard_bytes=shard * plan.compute.itemsize, calls=gathers
-        )
+        totals.all_gather("dp_shard", shards, "zero.gather", shard_bytes=shard * plan.compute.itemsize, calls=gathers)
         totals.reduce_scatter(
             "dp_shard", shards, "zero.reduce", shard_bytes=shard * sent.itemsize, calls=walk.reductions[name]
         )

@@ -1,4 +1,4 @@
-"""What a user may get wrong: exit code 2, one message that names the field and a way out, no traceback, before step 1."""
+"""What a user may get wrong: exit code 2, one message with the field and a way out, no traceback, before step 1."""
 
 import signal
 

@@ -1,8 +1,9 @@
 """Random tokens with Zipf frequencies: the batch of a step is a function of the step, the same for all contestants."""
 
 import torch
-from bench.rows import Work
 from torch import Tensor
+
+from bench.rows import Work
 
 
 def batch(work: Work, step: int) -> tuple[Tensor, Tensor]:

@@ -3,18 +3,18 @@
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from bench.data import share
 from bench.rows import Row, Work
-from bench.torch_model import Stage, param_groups
-from bench.torch_side import loss_of
-from torch import Tensor
+from bench.torch_model import Stage, loss_of, param_groups
 
 
 class Trainer:
     """One rank of a plain data parallel row."""
 
     def __init__(self, row: Row, work: Work, variant: str, weights: str):
-        assert row.dp == row.world_size and not variant, row
+        assert row.dp == row.world_size, row
         self.row = row
         module = Stage(work, 0, 1)
         module.load(weights)

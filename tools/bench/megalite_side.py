@@ -1,10 +1,10 @@
 """megalite as a contestant: a row's layout as a config, and the trainer's own step."""
 
 import torch
-from bench.data import share
-from bench.rows import ROWS, Row, Work
 from torch import Tensor
 
+from bench.data import share
+from bench.rows import ROWS, Row, Work
 from megalite.batch import Microbatch
 from megalite.config.load import check
 from megalite.config.schema import Config
@@ -19,11 +19,14 @@ def config_of(row: Row, work: Work) -> Config:
     """The row's layout as a config."""
     model = {name: getattr(work, name) for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size")}
     model |= {"family": "llama", "max_seq_len": work.seq_len, "norm_eps": work.norm_eps, "rope_theta": work.rope_theta}
+    zero: dict = {"stage": row.zero}
+    if row.zero == 3:
+        zero |= {"reshard_after": row.reshard_after, "reduce_each": "step"}
     values = {
         "model": model,
         "mesh": {"pp": row.pp, "dp": row.dp, "tp": row.tp},
         "pipeline": {"schedule": row.schedule, "virtual": row.virtual},
-        "zero": {"stage": row.zero, "reshard_after": row.reshard_after, "reduce_each": "step"},
+        "zero": zero,
         "batch": {"global_batch_size": work.global_batch_size, "micro_batch_size": row.micro_batch_size},
         "precision": {"compute": "fp32"},
         "optimizer": {

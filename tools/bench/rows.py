@@ -35,7 +35,7 @@ class Work:
         """One line for the reports."""
         return (
             f"{self.num_layers} layers, hidden {self.hidden_size}, {self.num_heads} heads, ffn {self.ffn_size}, seq "
-            f"{self.seq_len}, vocab {self.vocab_size}, global batch {self.global_batch_size}, fp32, AdamW without clipping"
+            f"{self.seq_len}, vocab {self.vocab_size}, global batch {self.global_batch_size}, fp32, AdamW, no clipping"
         )
 
 

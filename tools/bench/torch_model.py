@@ -6,8 +6,9 @@ counted from the width of what the projections return, so that it also runs on a
 
 import torch
 import torch.nn.functional as F
-from bench.rows import Work
 from torch import Tensor, nn
+
+from bench.rows import Work
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage `index` of `num_stages`, with an equal share of the blocks; the first also embeds, the last has the head."""
+    """Stage `index` of `num_stages`, with an equal share of the blocks; the first embeds, the last has the head."""
 
     def __init__(self, work: Work, index: int, num_stages: int):
         super().__init__()
@@ -102,6 +103,11 @@ def rope_tables(work: Work) -> tuple[Tensor, Tensor]:
     angles = torch.arange(work.seq_len)[:, None] * frequency
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def param_groups(modules: list[nn.Module], work: Work) -> list[dict]:

@@ -1,18 +1,13 @@
-"""torch's own pieces as a contestant: DDP, FSDP2, DTensor tp + sp, torch.distributed.pipelining, and all of them at once.
+"""torch's own pieces as a contestant: DDP, FSDP2, DTensor tp + sp, torch.distributed.pipelining, and all at once.
 
 Each is set up for speed as its documentation says: AdamW fused, gradients as bucket views, one gather in front of
-attention and of the MLP, loss over the sharded vocabulary, and with pipelining parameters that stay gathered through the
-step.
+attention and of the MLP, loss over the sharded vocabulary, and with pipelining parameters stay gathered through the step.
 """
 
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from bench.data import share
-from bench.rows import Row, Work
-from bench.torch_model import Stage, param_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +22,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+from bench.data import share
+from bench.rows import Row, Work
+from bench.torch_model import Stage, loss_of, param_groups
 
 SCHEDULES = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
 
@@ -115,11 +114,6 @@ def stage_indices(row: Row, rank: int) -> list[int]:
     if row.schedule == "zbv":
         return [rank, 2 * row.pp - 1 - rank]
     return [rank + row.pp * chunk for chunk in range(row.virtual)]
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def local(loss: Tensor) -> Tensor:

@@ -15,10 +15,9 @@ from megalite.comm.collectives import Work, all_reduce, reduce_scatter
 from megalite.mesh import Group
 from megalite.parallel.zero.unit import Unit
 
-
 RING = 2
-"""Full gradient buffers at reduce_each=microbatch: one is filled while the other is on the wire. More are made only when
-units hold theirs for longer: a tied weight between its two backwards, or embedding and head until their W."""
+"""Full gradient buffers at reduce_each=microbatch: one is filled while the other is on the wire. More are made only
+when units hold theirs for longer: a tied weight between its two backwards, or embedding and head until their W."""
 
 
 @dataclass
