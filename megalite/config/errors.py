@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalite.config.presets import near_names
+from megalite.config.recompute import TAGS
 from megalite.config.rules import shown
 from megalite.config.schema import Config
 
@@ -47,6 +48,8 @@ def field_problems(error: ValidationError, origins: Mapping[str, str]) -> list[s
 
 def error_path(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Pydantic's location without the tags of unions."""
+    if loc[:1] == ("recompute",) and len(loc) > 1 and loc[1] in TAGS:
+        return loc[:1] + loc[2:]
     tagged = loc[:2] == ("mesh", "dp") and len(loc) > 2 and loc[2] in UNION_TAGS
     return loc[:2] + loc[3:] if tagged else loc
 
@@ -161,7 +164,7 @@ def _schema_at(path: tuple[str | int, ...]) -> dict[str, Any]:
         if isinstance(part, str):
             schema = _properties(schema)[part]
         else:
-            form = _forms(schema)[0]
+            form = next(form for form in _forms(schema) if form.get("type") == "array")
             parts = form.get("prefixItems")
             schema = parts[min(part, len(parts) - 1)] if parts else form["items"]
     return schema

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megalite.config.pipeline import schedule_problems
+from megalite.config.recompute import recompute_problems
 from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling
 
 KERNELS = ("auto", "reference", "triton", "cuda")
@@ -22,6 +23,7 @@ def problems(config: Config) -> list[str]:
         *_batch(config),
         *_pipeline(config),
         *_zero(config),
+        *recompute_problems(config.recompute, config.model.num_layers),
         *_kernels(config.kernels, config.model),
         *_optimizer(config.optimizer),
         *_lr(config.lr, config.run.steps),

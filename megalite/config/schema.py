@@ -9,38 +9,12 @@ of `Config`.
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from megalite.config.fields import Flag, NonNegative, Positive, Probability, Real, Section, Seed, Share
 from megalite.config.pipeline import equal_sizes, layout_sizes
+from megalite.config.recompute import Recompute, recompute_ops
 from megalite.observe.flops import ModelShape
-
-
-def _number(value: Any) -> Any:
-    """Refuse what pydantic would turn into a number: true is not 1, and "4" is a text."""
-    if isinstance(value, bool | str):
-        raise PydanticCustomError("number_type", "a number is needed")
-    return value
-
-
-Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_number)]
-Positive = Annotated[int, Field(gt=0), BeforeValidator(_number)]
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_number)]
-Real = Annotated[float, BeforeValidator(_number)]
-Probability = Annotated[float, Field(ge=0.0, lt=1.0), BeforeValidator(_number)]
-Share = Annotated[float, Field(ge=0.0), BeforeValidator(_number)]
-Flag = Annotated[bool, Strict()]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, every field documented in the JSON schema."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    def _fill(self, **values: Any) -> None:
-        """Set fields that were left out, while the object is being built; afterwards it is frozen."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
 
 class RopeScaling(Section):
@@ -117,6 +91,8 @@ class Model(Section):
     """On attention weights; above 0 the attention is computed explicitly (memory B*N*S*S)."""
     init_std: Real = Field(0.02, gt=0)
     """Std of linear and embedding weights; residual outputs use init_std / sqrt(2 * num_layers)."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of logical names that are never updated, e.g. [embedding.*, layers.0.*, "*.attention.k.weight"]."""
 
     @model_validator(mode="after")
     def _fill_from_family(self) -> Self:
@@ -369,8 +345,9 @@ class Config(Section):
     """How many sequences a step takes, and in which portions."""
     precision: Precision = Precision()
     """Number formats."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """none | selective (attention and activations) | full (every block)."""
+    recompute: Recompute = "none"
+    """none | selective (attention and activations) | full (every block) | a list of ops per range of blocks, e.g.
+    [{layers: [0, 4], ops: [attention, mlp]}, {layers: [4, 8], ops: full}]."""
     kernels: Kernels = Kernels()
     """Implementations of the model's ops."""
     comm: Comm = Comm()
@@ -452,6 +429,10 @@ class Config(Section):
         sizes = self.pipeline.layers or self._layout_sizes() or equal_sizes(self.model.num_layers, self.num_stages)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+    def recompute_ops(self, layer: int) -> frozenset[str]:
+        """What block `layer` computes again in backward: see config/recompute.py."""
+        return recompute_ops(self.recompute, layer)
 
     def _layout_sizes(self) -> tuple[int, ...] | None:
         """Blocks per stage that pipeline.layout says; None without one."""

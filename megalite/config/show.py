@@ -46,7 +46,7 @@ def rows(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
 def _fields(config: Config) -> Iterator[tuple[str, object]]:
     for name in type(config).model_fields:
         section = getattr(config, name)
-        if isinstance(section, str):
+        if isinstance(section, str | tuple):
             yield name, section
         else:
             yield from ((f"{name}.{field}", getattr(section, field)) for field in type(section).model_fields)

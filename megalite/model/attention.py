@@ -28,6 +28,7 @@ class Attention(nn.Module):
         super().__init__()
         self.context = context
         self.name = f"layers.{layer}.attention"
+        self.replayed = "attention" in context.recompute_ops(layer)
         self.rope_tables = rope_tables
         self.heads = (context.num_heads, context.num_kv_heads, context.num_kv_heads)
         self.qkv = make_qkv(self.name, context)
@@ -41,8 +42,8 @@ class Attention(nn.Module):
             cos, sin = self.rope_tables.get(seq_len, x.device)
             impl = self.context.kernels["rope"]
             qkv = rope(qkv, cos, sin, num_rotated=self.heads[0] + self.heads[1], impl=impl)
-        selective = self.context.recompute == "selective" and qkv.requires_grad
-        mixed = replay(self.core, qkv, batch) if selective else self.core(qkv, batch)
+        replayed = self.replayed and qkv.requires_grad
+        mixed = replay(self.core, qkv, batch) if replayed else self.core(qkv, batch)
         return self.out(mixed)
 
     def core(self, qkv: Tensor, batch: Microbatch) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.config.recompute import Recompute, recompute_ops
 from megalite.config.schema import Config, Model
 from megalite.kernels.registry import Selection, select
 from megalite.mesh import Mesh
@@ -21,9 +22,13 @@ class ModelContext:
     tp: TensorParallel
     dtype: torch.dtype
     padded_vocab: int
-    recompute: str
+    recompute: Recompute
     seed: int
     kernels: Selection
+
+    def recompute_ops(self, layer: int) -> frozenset[str]:
+        """What block `layer` computes again in backward: see config/recompute.py."""
+        return recompute_ops(self.recompute, layer)
 
     @property
     def num_heads(self) -> int:

@@ -23,11 +23,13 @@ from megalite.parallel.tp.specs import replicated_reduce, slab, whole
 class Link(nn.Module):
     """One step of the chain.
 
-    unit_names:  the ZeRO units whose parameters it reads.
-    recomputable: with full recompute the runtime keeps only its input and runs it again before its backward.
+    unit_names:   the ZeRO units whose parameters it reads.
+    recomputable: the runtime may keep only its input and run it again before its backward.
+    recomputes:   and shall do so.
     """
 
     recomputable = False
+    recomputes = False
 
     def __init__(self, *unit_names: str):
         super().__init__()
@@ -69,6 +71,7 @@ class Block(Link):
         super().__init__(f"layers.{layer}")
         self.context = context
         self.layer = layer
+        self.recomputes = "full" in context.recompute_ops(layer)
         self.attention_norm = make_norm(f"layers.{layer}.attention_norm", context)
         self.attention = Attention(layer, context, rope_tables)
         self.mlp_norm = make_norm(f"layers.{layer}.mlp_norm", context)

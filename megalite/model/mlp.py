@@ -6,6 +6,7 @@ from megalite.kernels.gelu import gelu
 from megalite.kernels.swiglu import swiglu
 from megalite.model.attention import residual_bias
 from megalite.model.context import ModelContext
+from megalite.model.recompute import replay
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.tp.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tp.specs import split
@@ -22,7 +23,7 @@ class Mlp(nn.Module):
         name = f"layers.{layer}.mlp"
         self.activation, stacked = ACTIVATIONS[context.model.activation]
         self.pure = context.kernels[context.model.activation]
-        self.selective = context.recompute == "selective"
+        self.again = context.recompute_ops(layer)
         wide = make_wide(name, stacked, context)
         self.wide_name = "_".join(stacked)
         self.add_module(self.wide_name, wide)
@@ -30,8 +31,11 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, D) -> (rows, D), rows being this rank's."""
+        return replay(self._whole, x) if "mlp" in self.again and x.requires_grad else self._whole(x)
+
+    def _whole(self, x: Tensor) -> Tensor:
         hidden = getattr(self, self.wide_name)(x)
-        if self.selective:
+        if "activation" in self.again:
             return self.down(hidden, self.pure)
         return self.down(self.activation(hidden, impl=self.pure))
 

@@ -1,9 +1,10 @@
 """Recompute: keep less in forward, compute it again in backward, with identical numbers.
 
-none: everything that backward reads is kept. selective: attention keeps the rotated q, k, v and the MLP its
-pre-activation; the attention core and the activation run again. full: a block keeps its input only;
-`Link.recomputable` tells the pipeline runtime which links it may run without a graph and run again before their
-backward. Dropout masks are functions of global indices, so a second run draws the same.
+none: everything that backward reads is kept. Per block, config/recompute.py: `attention` keeps the rotated q, k, v and
+runs the attention core again; `activation` keeps the MLP's pre-activation; `mlp` keeps the MLP's input, whose rows are
+gathered again; `full` keeps a block's input only: `Link.recomputes` tells the pipeline runtime which links it runs
+without a graph and again before their backward. Dropout masks are functions of global indices, so a second run draws
+the same.
 Reference: Korthikanti et al., arXiv:2205.05198, section 5.
 """
 

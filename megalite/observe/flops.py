@@ -6,6 +6,7 @@ The head counts, with the logical vocabulary (padding is not work); the embeddin
 Recompute is not part of the model's FLOPs (MFU) and is added for the hardware's (HFU).
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -36,7 +37,11 @@ class Rates:
 def layer_matmul_params(shape: ModelShape) -> int:
     """Weights of one block that take part in matrix products."""
     attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    return attention + (3 if shape.gated else 2) * shape.hidden_size * shape.ffn_size
+    return attention + _mlp_params(shape)
+
+
+def _mlp_params(shape: ModelShape) -> int:
+    return (3 if shape.gated else 2) * shape.hidden_size * shape.ffn_size
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> int:
@@ -45,11 +50,20 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> int:
     return 6 * matmul + 3 * shape.num_layers * _attention_forward(shape, seq_len)
 
 
-def recompute_flops_per_token(shape: ModelShape, seq_len: int, *, recompute: str) -> int:
-    """FLOPs per token that recompute adds: none; selective: attention's core; full: each block's forward once more."""
+def recompute_flops_per_token(shape: ModelShape, seq_len: int, *, layers: Iterable[Collection[str]]) -> int:
+    """FLOPs per token that recompute adds.
+
+    Args:
+        layers: the ops that each block runs again: attention (its core), mlp, full (the block's forward), or others,
+            which multiply no matrices.
+    """
     attention = _attention_forward(shape, seq_len)
-    per_layer = {"none": 0, "selective": attention, "full": 2 * layer_matmul_params(shape) + attention}
-    return shape.num_layers * per_layer[recompute]
+    cost = {
+        "attention": attention,
+        "mlp": 2 * _mlp_params(shape),
+        "full": 2 * layer_matmul_params(shape) + attention,
+    }
+    return sum(cost.get(op, 0) for ops in layers for op in ops)
 
 
 def rates(

@@ -16,6 +16,7 @@ from megalite.kernels.adamw.select import choose
 from megalite.kernels.registry import Choice
 from megalite.optim.apex import choose_apex
 from megalite.parallel.spec import Piece
+from megalite.parallel.zero.layout import Run
 from megalite.parallel.zero.manager import ZeroManager
 from megalite.parallel.zero.unit import Unit
 
@@ -51,7 +52,13 @@ class ShardOptimizer:
 
     def _slices(self, unit: Unit) -> list[Slice]:
         found = []
-        for decay, group in groupby(self.zero.runs(unit), key=lambda run: run.slot.spec.kind in self.config.decay):
+
+        def key(run: Run) -> tuple[bool, bool]:
+            return run.part.frozen, run.slot.spec.kind in self.config.decay
+
+        for (frozen, decay), group in groupby(self.zero.runs(unit), key=key):
+            if frozen:
+                continue
             runs = list(group)
             end = runs[-1].shard_offset + runs[-1].length
             found.append(Slice(unit, runs[0].shard_offset, end, self.config.weight_decay if decay else 0.0))

@@ -5,7 +5,7 @@ ledger's: what a rank must send with the standard ring or direct algorithm. Rank
 their shards hold. Pure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -97,7 +97,8 @@ def _tensor_parallel(plan: RankPlan, totals: Totals) -> None:
     for stage, links in plan.links.items():
         num = sum(action.op is Op.F and action.stage == stage for action in row)
         first, last = plan.config.stage_layers[stage]
-        _blocks(plan, totals, num * (last - first))
+        for layer in range(first, last):
+            _block(plan, totals, num, again=plan.config.recompute_ops(layer))
         if stage == 0:
             _embedding(plan, totals, num)
         if stage == plan.config.num_stages - 1:
@@ -105,14 +106,15 @@ def _tensor_parallel(plan: RankPlan, totals: Totals) -> None:
         assert len(links) == last - first + (stage == 0) + (stage == plan.config.num_stages - 1)
 
 
-def _blocks(plan: RankPlan, totals: Totals, num: int) -> None:
-    """`num` passes of a block. Full recompute runs each forward twice."""
-    forwards = 2 * num if plan.config.recompute == "full" else num
+def _block(plan: RankPlan, totals: Totals, num: int, *, again: Collection[str]) -> None:
+    """`num` passes of a block. What is recomputed runs its forward twice."""
+    of_attention = 2 * num if "full" in again else num
+    of_mlp = 2 * num if {"full", "mlp"} & set(again) else num
     wide = "mlp.gate_up" if plan.config.model.activation == "swiglu" else "mlp.up"
-    for site in ("attention.qkv", wide):
+    for site, forwards in (("attention.qkv", of_attention), (wide, of_mlp)):
         _gather(plan, totals, f"{site}.forward", forwards)
         _reduce(plan, totals, f"{site}.backward", num)
-    for site in ("attention.out", "mlp.down"):
+    for site, forwards in (("attention.out", of_attention), ("mlp.down", of_mlp)):
         _reduce(plan, totals, f"{site}.forward", forwards)
         _gather(plan, totals, f"{site}.backward", num)
 

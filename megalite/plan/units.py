@@ -5,6 +5,7 @@ reads and which it reduces follows from the stages of the rank, as in train/buil
 """
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
@@ -20,8 +21,6 @@ from megalite.parallel.pp.schedules import build_schedule, forward_only
 from megalite.parallel.tp.rows import TensorParallel
 from megalite.parallel.zero.layout import FlatLayout, flat_layout
 from megalite.parallel.zero.manager import LinkUnits
-
-TIED = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,33 @@ class RankPlan:
     def full_bytes(self, unit: str) -> int:
         """Size of a gathered unit."""
         return self.layouts[unit].numel * self.compute.itemsize
+
+
+def logical_names(config: Config) -> list[str]:
+    """The names of all tensors that one device would hold, blocks first."""
+    one_rank = {"mesh": config.mesh.model_copy(update={"pp": 1, "dp": 1, "tp": 1}), "pipeline": type(config.pipeline)()}
+    plan = plan_rank(config.model_copy(update=one_rank))
+    parts = {unit: [p.name for slot in layout.slots for p in slot.spec.parts] for unit, layout in plan.layouts.items()}
+    blocks = range(config.model.num_layers)
+    names = [name.replace("layers.0.", f"layers.{layer}.", 1) for layer in blocks for name in parts["layers.0"]]
+    return names + [name for unit, found in parts.items() if not unit.startswith("layers.") for name in found]
+
+
+def check_frozen(config: Config) -> None:
+    """Refuse patterns of model.frozen that match no tensor.
+
+    Raises:
+        ValueError: the patterns, and names of this model.
+    """
+    if not config.model.frozen:
+        return
+    names = logical_names(config)
+    lost = [p for p in config.model.frozen if not any(fnmatchcase(name, p) for name in names)]
+    if lost:
+        kinds = ", ".join(
+            dict.fromkeys(name for name in names if not name.startswith("layers.") or name.startswith("layers.0."))
+        )
+        raise ValueError(f"model.frozen={', '.join(lost)} matches no tensor of this model; its names are {kinds}, ...")
 
 
 def plan_rank(config: Config, *, rank: int = 0) -> RankPlan:

@@ -19,6 +19,7 @@ from megalite.parallel.zero.hooks import StageHooks
 from megalite.parallel.zero.manager import LinkUnits, ZeroManager, ZeroPolicy
 from megalite.parallel.zero.unit import Place
 from megalite.plan.live import check_live_bytes
+from megalite.plan.units import check_frozen
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -47,27 +48,39 @@ def build(config: Config, mesh: Mesh) -> Trainer:
     Communication: none but the refresh of stage 1 and 2 shards, which holds no new values.
 
     Raises:
-        ValueError: a choice that can't be met here: kernels, zero.max_live_bytes; on every rank.
+        ValueError: a choice that can't be met here: kernels, zero.max_live_bytes, model.frozen; on every rank.
     """
     check_live_bytes(config)
+    check_frozen(config)
     schedule = build_schedule(
         config.pipeline.schedule,
         pp=config.mesh.pp,
         virtual=config.pipeline.virtual,
         num_microbatches=config.batch.num_microbatches,
     )
+    _check_tied_ends(config, schedule)
     stages = build_stages(config, mesh, list(schedule.stages_of(mesh.pp.rank)))
     zero = _build_zero(config, mesh, stages)
     optimizer = ShardOptimizer(zero, config.optimizer)
     hooks = {stage.index: _stage_hooks(config, zero, stage, stages) for stage in stages}
-    recompute = config.recompute == "full"
-    chunks = {s.index: Chunk(s.index, s.links, hooks[s.index], recompute=recompute) for s in stages}
+    chunks = {s.index: Chunk(s.index, s.links, hooks[s.index]) for s in stages}
     wire = Wire(lambda batch: _wire_shape(config, batch), DTYPES[config.precision.compute])
     training, evaluation = (
         PipelineRuntime(_lowered(config, s), chunks, hooks, mesh=mesh, wire=wire)
         for s in (schedule, _eval_schedule(config))
     )
     return Trainer(config, mesh, stages, zero, optimizer, training, evaluation)
+
+
+def _check_tied_ends(config: Config, schedule: Schedule) -> None:
+    """A tied embedding is summed over the first and last pp rank: a schedule file may not put its ends elsewhere."""
+    ends = {schedule.stage_rank[0], schedule.stage_rank[-1]}
+    if config.model.tie_embeddings and len(ends) == 2 and ends != {0, config.mesh.pp - 1}:
+        raise ValueError(
+            f"model.tie_embeddings=true needs the first and the last stage on one rank or on ranks 0 and "
+            f"{config.mesh.pp - 1}, but pipeline.schedule={config.pipeline.schedule} has them on ranks "
+            f"{', '.join(map(str, sorted(ends)))}; change the file or set model.tie_embeddings=false"
+        )
 
 
 def _eval_schedule(config: Config) -> Schedule:
@@ -100,6 +113,7 @@ def _build_zero(config: Config, mesh: Mesh, stages: list[Stage]) -> ZeroManager:
         main=main,
         reduce=main if config.precision.reduce == "fp32" else torch.bfloat16,
         max_live_bytes=config.zero.max_live_bytes,
+        frozen=config.model.frozen,
     )
 
     def init(spec, shape):

@@ -44,7 +44,7 @@ def gather_logical(trainer: Trainer, pieces: list[Piece]) -> dict[str, Tensor]:
     for piece in pieces if trainer.zero.owns_replica else []:
         _place(full[piece.part.name], piece)
     all_reduce(packed, world, site="logical")
-    return full
+    return {name: tensor.clone() for name, tensor in full.items()}  # views would be pickled with the whole buffer
 
 
 def _place(full: Tensor, piece: Piece) -> None:

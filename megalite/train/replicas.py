@@ -65,7 +65,7 @@ def copies(trainer: Trainer) -> Iterator[tuple[Group, Named]]:
     )
     if "tied" in zero.units:
         tied = _flats(trainer, zero.units["tied"])
-        yield mesh.tied, [(f"{kind} of embedding.word.weight", flat) for kind, flat in tied]
+        yield zero.tied_group, [(f"{kind} of embedding.word.weight", flat) for kind, flat in tied]
     if zero.policy.stage in (1, 2):
         zero.finish_gathers()
         yield zero.shard_group, [(f"parameters of unit {unit.name}", unit.full) for unit in units]

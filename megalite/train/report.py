@@ -51,7 +51,8 @@ class Reporter:
         seq_len, shape = config.batch.seq_len, model_shape(config)
         self.step_tokens = config.batch.global_batch_size * seq_len
         self.model_flops = flops_per_token(shape, seq_len)
-        self.recompute_flops = recompute_flops_per_token(shape, seq_len, recompute=config.recompute)
+        again = [config.recompute_ops(layer) for layer in range(config.model.num_layers)]
+        self.recompute_flops = recompute_flops_per_token(shape, seq_len, layers=again)
         self.peak = peak_flops(device_name(mesh.device), compute=config.precision.compute)
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.yaml").write_text(dump(config), encoding="utf-8")

@@ -6,6 +6,7 @@ than MAX_RANKS ranks gets 2 per axis. Kernels are the references: they run on a 
 is a line of `Shrunk.notes`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ def shrink(config: Config, compute: Compute) -> Shrunk:
     values["model"] |= _model(config, values["mesh"]["tp"])
     values["pipeline"] |= {"layers": _layers(config, values["mesh"]["pp"]), "layout": None}
     values["model"]["num_layers"] = _num_layers(config, values)
+    values["recompute"] = _recompute(config, values["model"]["num_layers"])
     values["batch"] = _batch(config, values)
     longer = config.model.max_seq_len > config.batch.seq_len
     values["model"]["max_seq_len"] = values["batch"]["seq_len"] + (4 if longer else 0)
@@ -100,6 +102,7 @@ def _model(config: Config, tp: int) -> dict[str, Any]:
         "ffn_size": -(-3 * hidden // (2 * tp)) * tp,
         "vocab_size": vocab,
         "init_std": max(model.init_std, INIT_STD),
+        "frozen": [re.sub(r"^layers\.\d+\.", "layers.0.", pattern) for pattern in model.frozen],
     }
 
 
@@ -125,6 +128,15 @@ def _num_layers(config: Config, values: dict[str, Any]) -> int:
     per_stage = 2 if config.model.num_layers >= 2 * old and stages <= 4 else 1
     uneven = 1 if config.model.num_layers % old and stages > 1 else 0
     return per_stage * stages + uneven
+
+
+def _recompute(config: Config, num_layers: int) -> str | list[dict[str, Any]]:
+    """Of a list each combination of ops that some block has, one block after the other, from the first on."""
+    if isinstance(config.recompute, str):
+        return config.recompute
+    kinds = list(dict.fromkeys(config.recompute_ops(layer) for layer in range(config.model.num_layers)))
+    wanted = [sorted(kinds[layer % len(kinds)]) for layer in range(num_layers)]
+    return [{"layers": [layer, layer + 1], "ops": ops} for layer, ops in enumerate(wanted) if ops] or "none"
 
 
 def _batch(config: Config, values: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +171,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     return changed
 
 
-SHOWN = ("mesh", "pipeline", "model", "batch", "precision", "kernels", "optimizer", "lr")
+SHOWN = ("mesh", "pipeline", "zero", "model", "batch", "precision", "kernels", "optimizer", "lr")
 
 
 def _notes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

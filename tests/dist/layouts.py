@@ -33,6 +33,10 @@ SGD = "optimizer.name=sgd optimizer.eps=null optimizer.momentum=0.5 lr.peak=0.1"
 INTERLEAVED = "pipeline.schedule=interleaved pipeline.virtual=2"
 ZBV = "pipeline.schedule=zbv pipeline.virtual=2"
 EIGHT = "model.num_layers=8"
+RECOMPUTE_LIST = (
+    'recompute=[{"layers":[0,1],"ops":["attention","mlp"]},{"layers":[1,2],"ops":"full"},'
+    '{"layers":[3,4],"ops":["activation"]}]'
+)
 Masks = Literal["full", "uneven", "documents"]
 
 
@@ -177,11 +181,15 @@ LAYOUTS = {
         f"mesh.pp=4 mesh.tp=2 {EIGHT} {INTERLEAVED} model.tie_embeddings=true {SGD}"
     ),
     "dp2-tp4-kv2-zero3-sgd": Layout(f"mesh.dp=2 mesh.tp=4 zero.stage=3 {SGD}"),
+    "dp2-tp2-zero3-recompute-list": Layout(f"mesh.dp=2 mesh.tp=2 zero.stage=3 {RECOMPUTE_LIST}", "documents"),
     # dropout: compared with one rank of megalite
     "dropout-dp2-micro2": Layout("mesh.dp=2 model.dropout=0.2 batch.micro_batch_size=2"),
     "dropout-tp2-attention": Layout(f"mesh.tp=2 {GPT} model.dropout=0.1 model.attention_dropout=0.1"),
     "dropout-dp2-pp2-tp2-zero3-full-recompute": Layout(
         "mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 recompute=full model.dropout=0.1 model.attention_dropout=0.1"
+    ),
+    "dropout-pp2-zb_h1-tp2-recompute-list": Layout(
+        f"mesh.pp=2 mesh.tp=2 {RECOMPUTE_LIST} pipeline.schedule=zb_h1 model.dropout=0.1 model.attention_dropout=0.1"
     ),
     # float32
     "fp32-tp2": Layout(f"mesh.tp=2 precision.compute=fp32 {SGD}"),

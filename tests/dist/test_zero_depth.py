@@ -1,22 +1,29 @@
 """ZeRO where it is deep: a bound on gathered bytes, HSDP with every stage, gradients sent in bf16, shards of nothing,
 parameters that some microbatches leave alone, and the gradient check hook."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint.load import load
+from megalite.checkpoint.save import save
 from megalite.config.load import check
 from megalite.mesh import Sizes
+from megalite.optim.norm import counted
 from megalite.parallel.spec import ParamSpec, Part
+from megalite.parallel.zero.hooks import StageHooks
 from megalite.parallel.zero.manager import LinkUnits, ZeroManager, ZeroPolicy
 from megalite.parallel.zero.unit import Place
 from megalite.plan.live import least_live_bytes
+from megalite.plan.units import check_frozen, logical_names
 from megalite.train.logical import full_grads, full_params
 from megalite.train.step import train_step
+from tests import reference_gpt as oracle
 from tests.dist.fault_tools import TOLERANCE, assert_same, make_trainer, settings_of
-from tests.dist.layouts import INTERLEAVED, SGD, global_batch
+from tests.dist.layouts import GPT, INTERLEAVED, SGD, global_batch
 from tests.dist.pool import RankError, mesh_for, run_ranks
 from tests.dist.test_layouts import own_microbatches
 
@@ -67,6 +74,38 @@ def test_a_bound_that_cannot_be_kept_is_refused_by_every_rank():
     assert "zero.max_live_bytes=1000 is less than the " in error.value.ranks[0]
 
 
+def walk_two_links(rank: int, world: int) -> list[tuple[str, str]]:
+    """States of `first` and `second` inside and behind each link, forward and backward, when streaming."""
+    zero, _ = make_units("stage 3", torch.float32)
+    hooks = StageHooks(zero, 0, list(LINKS.values()), streams=True)
+    states = []
+
+    def note() -> None:
+        states.append(tuple(zero.units[name].state.value for name in SIZES))
+
+    for position in (0, 1):
+        hooks.before_forward(position)
+        note()
+        hooks.after_forward(position)
+    for position in (1, 0):
+        hooks.before_backward(position, True)
+        note()
+        hooks.after_backward(position, True)
+    note()
+    return states
+
+
+def test_the_next_link_is_on_its_way_while_a_link_runs():
+    for states in run_ranks(4, walk_two_links):
+        assert states == [
+            ("gathered", "gathering"),
+            ("sharded", "gathered"),
+            ("gathering", "gathered"),
+            ("gathered", "sharded"),
+            ("sharded", "sharded"),
+        ]
+
+
 # HSDP, and shards of nothing
 
 MATRIX = [
@@ -80,15 +119,15 @@ MATRIX = [
 
 
 def test_hsdp_trains_as_one_device_at_every_stage():
-    (expected,) = run_ranks(1, steps, settings_of(SGD))
+    (expected,) = run_ranks(1, steps, settings_of(f"{SGD} model.num_layers=2"))
     for overrides in MATRIX:
-        assert_trains_as(run_ranks(4, steps, settings_of(f"{overrides} {SGD}"))[0], expected)
+        assert_trains_as(run_ranks(4, steps, settings_of(f"{overrides} {SGD} model.num_layers=2"))[0], expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_whose_vocabulary_is_all_padding(stage):
     """Five tokens on four ranks of two rows each: the last rank's embedding and head hold nothing."""
-    few = f"model.vocab_size=5 batch.micro_batch_size=2 {SGD}"
+    few = f"model.vocab_size=5 model.num_layers=2 batch.micro_batch_size=2 {SGD}"
     (expected,) = run_ranks(1, steps, settings_of(few))
     actual = run_ranks(8, steps, settings_of(f"{few} mesh.tp=4 mesh.dp=2 zero.stage={stage}"))
     assert_trains_as(actual[0], expected)
@@ -170,6 +209,61 @@ def test_gradients_are_sent_in_the_dtype_that_was_asked_for(layout):
         for name, grad in wide.items():
             assert torch.equal(grad, torch.full_like(grad, 10 * value)), name
             assert torch.equal(narrow[name], torch.full_like(grad, 10.0)), name
+
+
+# Frozen parameters
+
+FROZEN = {
+    "embedding.word.weight": "embedding.*",
+    "layers.1.attention.k.weight": "*.1.attention.k.*",
+    "layers.0.mlp_norm.weight": "layers.0.mlp_norm.weight",
+}
+
+
+def frozen_steps(rank: int, world: int, settings: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Two steps with nothing frozen, saved; two more from there with FROZEN."""
+    trainer = make_trainer(settings)
+    batches = own_microbatches(trainer.config, trainer.mesh.dp.rank, global_batch(settings, "uneven", 0), 0)
+    for _ in range(2):
+        train_step(trainer, batches, lr=0.1)
+    save(root, 2, trainer.optimizer.pieces(counted), group=trainer.mesh.world, owner=trainer.zero.owns_replica, meta={})
+    before = full_params(trainer)
+    trainer = make_trainer(settings | {"model": settings["model"] | {"frozen": list(FROZEN.values())}})
+    load(root / "step_00000002", trainer.optimizer.pieces(), group=trainer.mesh.world)
+    trainer.optimizer.step_count = 2
+    trainer.zero.updated()
+    result = {"before": before, "loaded": full_params(trainer)}
+    norms = [train_step(trainer, batches, lr=0.1).grad_norm for _ in range(2)]
+    return result | {"after": full_params(trainer), "grads": full_grads(trainer), "norm": norms[-1]}
+
+
+@pytest.mark.parametrize(
+    "overrides", ["mesh.dp=2 zero.stage=3", "mesh.tp=2 mesh.pp=2", "mesh.tp=2 zero.stage=1 optimizer.name=adamw"]
+)
+def test_frozen_parameters_stand_still(tmp_path, overrides):
+    """Whole tensors and a part of a fused one; neither decay nor moments from before they were frozen move them."""
+    settings = settings_of(f"model.num_layers=2 {SGD if 'adamw' not in overrides else ''} {overrides}")
+    world = check(settings, {}, name="frozen").world_size
+    result = run_ranks(world, frozen_steps, settings, tmp_path)[0]
+    for name, value in result["before"].items():
+        assert torch.equal(result["loaded"][name], value), name
+        assert torch.equal(result["after"][name], value) == (name in FROZEN), name
+        assert bool((result["grads"][name] == 0).all()) == (name in FROZEN), name
+    squares = sum(grad.square().sum() for grad in result["grads"].values())
+    assert result["norm"] == pytest.approx(float(squares.sqrt()), rel=1e-12)
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    config = check(settings_of("model.frozen=[layers.9.*,head.*,rope]"), {}, name="frozen")
+    with pytest.raises(ValueError, match=r"^model.frozen=layers.9.\*, rope matches no tensor of this model; its names"):
+        check_frozen(config)
+
+
+@pytest.mark.parametrize("overrides", ["", GPT, "model.tie_embeddings=true mesh.pp=2 mesh.tp=2"])
+def test_logical_names_are_the_oracles(overrides):
+    settings = settings_of(overrides)
+    names = logical_names(check(settings, {}, name="names"))
+    assert sorted(names) == sorted(oracle.logical_shapes(oracle.resolve(**settings["model"])))
 
 
 # The gradient check hook

@@ -107,6 +107,9 @@ def test_rows_far_apart(op, residual, path, monkeypatch):
     impl, reference, num_params = OPS[op]
     near, params = randn(*[(3, 8)] * 4, dtype=torch.float16), randn(*[(8,)] * num_params, dtype=torch.float16)
     x, other, dy, dtotal = (far_rows(8).copy_(x) for x in near)
+    addresses = Addresses(monkeypatch)
+    for tensor in (x, other, dy, dtotal, *params):
+        addresses.allow(tensor)
     found = run(impl, residual, (x, other, dy, dtotal), params)
     if residual:  # a sum that was kept elsewhere
         numbers = found[2 : 2 + num_params]

@@ -223,7 +223,16 @@ BAD_VALUES = [
     ("zero.stage=4", "zero.stage=4 must be 0, 1, 2 or 3", "use e.g. 1 (the default)"),
     ("zero.offload_optimizer=x", "zero.offload_optimizer=x must be none", "use e.g. none (the default)"),
     ("optimizer.name=adam", "optimizer.name=adam must be adamw or sgd", "did you mean adamw?"),
-    ("recompute=ful", "recompute=ful must be none, selective or full", "did you mean full?"),
+    (
+        "recompute=ful",
+        "recompute=ful must be none, selective or full or a list, each a mapping with the keys layers, ops",
+        "did you mean full?",
+    ),
+    (
+        "recompute=[{layers: [0, 1], ops: mlpp}]",
+        "recompute[0].ops[0]=mlpp must be attention, activation, mlp or full",
+        "did you mean mlp?",
+    ),
     ("model.bias=yes", "model.bias=yes must be true or false", "leave it out for what follows from other fields"),
     ("mesh.dp={shard: 0}", "mesh.dp.shard=0 must be a whole number > 0", "use e.g. 1 (the default)"),
     (

@@ -56,9 +56,11 @@ def test_recompute_is_one_more_forward_of_what_is_recomputed():
     one = dataclasses.replace(LLAMA, num_layers=1)
     with FlopCounterMode(display=False) as counter:
         block(torch.zeros(2, 40, 64), one)
-    assert recompute_flops_per_token(one, 40, recompute="full") == counter.get_total_flops() / 80
-    assert recompute_flops_per_token(LLAMA, 40, recompute="selective") == 3 * 4 * 64 * 40
-    assert recompute_flops_per_token(LLAMA, 40, recompute="none") == 0
+    assert recompute_flops_per_token(one, 40, layers=[{"full"}]) == counter.get_total_flops() / 80
+    assert recompute_flops_per_token(LLAMA, 40, layers=[{"attention", "activation"}] * 3) == 3 * 4 * 64 * 40
+    assert recompute_flops_per_token(LLAMA, 40, layers=[set()] * 3) == 0
+    mlp = 2 * 3 * 64 * 172
+    assert recompute_flops_per_token(LLAMA, 40, layers=[set(), {"attention", "mlp"}, {"mlp"}]) == 2 * mlp + 4 * 64 * 40
 
 
 def test_rates():

@@ -1,4 +1,8 @@
-"""DeepSpeed's ZeRO stages as a contestant, where DeepSpeed is installed; clipping off (its default is 1.0)."""
+"""DeepSpeed's ZeRO stages as a contestant, where DeepSpeed is installed; clipping off (its default is 1.0).
+
+At its first start DeepSpeed compiles its shared memory op, which takes a minute or two; a build that was killed leaves
+an empty `lock` under ~/.cache/torch_extensions that makes every later start wait, and is to be deleted by hand.
+"""
 
 import deepspeed
 import torch

@@ -134,7 +134,7 @@ class Ranks:
 
     def _fail(self, text: str) -> None:
         self.end(polite=False)
-        tail = self.log.read_text(errors="replace").splitlines()[-12:] if self.log.exists() else []
+        tail = self.log.read_text(errors="replace").splitlines()[-20:] if self.log.exists() else []
         raise JobError("\n  ".join([text, *tail]))
 
     def end(self, *, polite: bool) -> None:

@@ -65,8 +65,8 @@ def measure(rows: list[Row], work: Work, *, effort: Effort, folder: Path, say: C
     found = Measured()
     if not counted:
         found.notes.append(
-            "wire bytes: no network namespace here (needs root on Linux), so megalite's are its ledger's (payload only) and "
-            "the others' are not measured"
+            "wire bytes: no network namespace here (needs root on Linux), so megalite's are its ledger's (payload "
+            "only) and the others' are not measured"
         )
     reference: list[float] | None = None
     for row in rows:

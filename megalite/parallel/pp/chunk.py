@@ -38,11 +38,10 @@ class Kept:
 class Chunk:
     """A stage's links with the forwards that are in flight."""
 
-    def __init__(self, stage: int, links: Sequence[nn.Module], hooks: LinkHooks, *, recompute: bool = False):
+    def __init__(self, stage: int, links: Sequence[nn.Module], hooks: LinkHooks):
         self.stage = stage
         self.links = links
         self.hooks = hooks
-        self.recompute = recompute
         self.in_flight: dict[int, tuple[Microbatch, list[Kept]]] = {}
         self.deferred: dict[int, list[list[Callable[[], object]]]] = {}
         """Microbatch -> per link, the weight gradients that its I has put off."""
@@ -117,8 +116,8 @@ class Chunk:
                 param.deferred = queue
 
     def _recomputes(self, position: int) -> bool:
-        """Blocks are recomputed; the head's output is its loss, whose backward follows at once at the last stage."""
-        return self.recompute and self._is_block(position)
+        """Blocks only; the head's output is its loss, whose backward follows at once at the last stage."""
+        return getattr(self.links[position], "recomputes", False)
 
     def _is_block(self, position: int) -> bool:
         return getattr(self.links[position], "recomputable", False)

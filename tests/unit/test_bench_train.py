@@ -1,0 +1,171 @@
+"""tools/bench_train.py at toy sizes: both sides train alike, bytes are counted, failures are named, ratios hold."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = str(ROOT / "tools")
+sys.path.insert(0, TOOLS)
+bench_train = __import__("bench_train")
+from bench import data, job, measure, megalite_side, network, rows, tables, torch_model, torch_side  # noqa: E402
+
+while TOOLS in sys.path:
+    sys.path.remove(TOOLS)
+ONE = rows.selected(["one"])[0]
+EFFORT = measure.Effort(rounds=2, steps=1, warmup=1)
+needs_namespace = pytest.mark.skipif(not network.available(), reason="needs root on Linux for a network namespace")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    path = str(tmp_path / "weights.pt")
+    megalite_side.save_weights(rows.TINY, path)
+    return path
+
+
+def test_both_sides_train_alike(weights):
+    sides = [side.Trainer(ONE, rows.TINY, "", weights) for side in (megalite_side, torch_side)]
+    for step in range(4):
+        batch = data.batch(rows.TINY, step)
+        ours, theirs = (side.step(*batch, step) for side in sides)
+        assert ours == pytest.approx(theirs, abs=2e-6)
+    assert ours < 4.85  # below log(128): it learns, so the updates count too
+
+
+def test_stages_make_up_the_model(weights):
+    whole = torch_model.Stage(rows.TINY, 0, 1)
+    stages = [torch_model.Stage(rows.TINY, index, 4) for index in range(4)]
+    for module in (whole, *stages):
+        module.load(weights)
+    x = tokens = data.batch(rows.TINY, 0)[0]
+    for stage in stages:
+        x = stage(x)
+    torch.testing.assert_close(x, whole(tokens))
+
+
+def test_the_shares_of_a_batch(weights):
+    whole, labels = data.batch(rows.TINY, 3)
+    assert torch.equal(whole[:, 1:], labels[:, :-1])
+    assert torch.equal(torch.cat([data.share(whole, rank, 2) for rank in range(2)]), whole)
+    assert not torch.equal(whole, data.batch(rows.TINY, 4)[0])
+
+
+@pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("work", [rows.Work(), rows.TINY], ids=["full", "tiny"])
+def test_every_row_is_a_valid_config(row, work):
+    config = megalite_side.config_of(row, work)
+    assert config.world_size == row.world_size
+    placed = [torch_side.stage_indices(row, rank) for rank in range(row.pp)]
+    assert sorted(stage for stages in placed for stage in stages) == list(range(row.pp * row.virtual))
+
+
+@needs_namespace
+def test_bytes_in_an_own_network():
+    home = os.readlink("/proc/self/ns/net")
+    with network.own_network():
+        before = network.sent_bytes(os.getpid())
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as client,
+            server.accept()[0] as taken,
+        ):
+            client.sendall(bytes(100_000))
+            received = 0
+            while received < 100_000:
+                received += len(taken.recv(1 << 16))
+        assert 100_000 <= network.sent_bytes(os.getpid()) - before < 110_000
+    assert os.readlink("/proc/self/ns/net") == home
+
+
+@pytest.mark.timeout(200)
+def test_a_failing_rank_is_named_with_its_log(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)  # for the rank
+    missing = str(tmp_path / "no" / "such" / "weights.pt")
+    ranks = job.Ranks([("serve", rows.Contestant("torch", "torch_side"), ONE, rows.TINY, missing)], tmp_path / "log")
+    with pytest.raises(job.JobError, match="rank 0: FileNotFoundError") as caught:
+        ranks.answers(180)
+    assert "serialization.py" in str(caught.value)
+    assert not any(process.is_alive() for process in ranks.processes)
+
+
+def test_a_failed_row_does_not_stop_the_others(tmp_path, monkeypatch):
+    def fails(row, jobs, work, effort):
+        if row.world_size == 1:
+            return [result("one", job.contestant.label, ours=job.contestant.ours) for job in jobs]
+        raise job.JobError("rank 1 ended")
+
+    monkeypatch.setattr(measure, "measure_row", fails)
+    monkeypatch.setattr(measure, "prepare_weights", lambda work, path: None)
+    monkeypatch.setattr(measure, "find_spec", lambda name: None)
+    chosen = rows.selected(["dp2-zero3"])
+    found = measure.measure(chosen, rows.TINY, effort=EFFORT, folder=tmp_path, say=lambda text: None)
+    assert [r.label for r in found.results] == ["megalite", "torch"]
+    assert found.failed == ["dp2-zero3: rank 1 ended"]
+    assert "DeepSpeed is not installed" in " ".join(found.notes)
+    where = tables.machine()
+    text = tables.report(chosen, found, work=rows.TINY, effort=EFFORT, where=where, markdown=True)
+    assert "FAILED dp2-zero3: rank 1 ended" in text
+
+
+def result(row, label, *, ours=False, **changes):
+    """A line of the table."""
+    values = {
+        "tokens_per_s": 100.0,
+        "cpu_s": 2.0,
+        "wire_bytes": None,
+        "peak_rss_bytes": (10**8, 10**8),
+        "losses": [1.0, 2.0],
+        "block_s": [1.0, 1.0],
+    }
+    return measure.Result(row=row, label=label, ours=ours, **(values | changes))
+
+
+def test_ratios_above_one_are_in_our_favour():
+    row = replace(ONE, name="r")
+    found = measure.Measured(
+        results=[
+            result("r", "megalite", ours=True, wire_bytes=100.0, block_s=[1.0, 2.0, 1.0]),
+            result("r", "fast", tokens_per_s=120.0, wire_bytes=150.0, block_s=[1.5, 2.0, 3.0], cpu_s=3.0),
+            result("r", "slow", tokens_per_s=90.0, wire_bytes=None, cpu_s=1.0, peak_rss_bytes=(1, 3 * 10**8)),
+        ]
+    )
+    table = tables.ratios([row], found)[0]
+    assert table["tokens_per_s"] == {"ratio": 1.5, "best": "fast"}  # rounds: 1.5, 1, 3
+    assert table["cpu_s"] == {"ratio": 0.5, "best": "slow"}
+    assert table["wire_bytes"] == {"ratio": 1.5, "best": "fast"}
+    assert table["rss"] == {"ratio": 1.0, "best": "fast"}
+    assert measure.difference([1.0, 2.0], [1.0, 2.5]) == 0.5
+
+
+def test_an_unknown_row(capsys):
+    assert bench_train.main(["--tiny", "--rows", "dp3"]) == 2
+    assert "--rows dp3 is not a row; rows are one, dp2-zero1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_whole_run(tmp_path):
+    path, page = tmp_path / "found.json", tmp_path / "found.md"
+    chosen = ["--rows", "dp2-zero3", "2x2x2", "--json", str(path), "--markdown", str(page)]
+    tool = [sys.executable, str(ROOT / "tools" / "bench_train.py"), "--tiny", *chosen]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    results = {(r["row"], r["label"]): r for r in found["results"]}
+    assert {row for row, _ in results} == {"one", "dp2-zero3", "2x2x2"}
+    for line in results.values():
+        assert line["loss_difference"] < 2e-6
+        assert len(line["losses"]) == 3
+    if network.available():
+        num_bytes = 4 * 49_440  # tiny's parameters: gathered twice and reduced once, and hardly more
+        assert 3 * num_bytes < results["dp2-zero3", "megalite"]["wire_bytes"] < 3.3 * num_bytes
+    assert page.read_text().count("| one process |") == 3
+    assert [row["row"] for row in found["ratios"]] == ["one", "dp2-zero3", "2x2x2"]
