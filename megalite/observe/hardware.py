@@ -6,10 +6,12 @@ that is not in the table has no peak: MFU is then absent, never a guess.
 
 import re
 import resource
+from pathlib import Path
 
 import torch
 
 GIB = 1 << 30
+STATUS = Path("/proc/self/status")
 
 _DENSE_BF16_TFLOPS = (
     # (pattern of torch's device name, TFLOP/s), first match wins. NVIDIA data sheets; H100 and H200 NVL and PCIe are
@@ -53,4 +55,6 @@ def peak_memory_gb(device: torch.device) -> float:
     """Most memory held so far, in GiB: allocated tensors on a GPU, the process's resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
+    if STATUS.exists():  # ru_maxrss would begin at what the process that started this one held
+        return int(re.search(r"VmHWM:\s+(\d+)", STATUS.read_text())[1]) * 1024 / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

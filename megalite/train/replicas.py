@@ -34,7 +34,7 @@ def check_replicas(trainer: Trainer, step: int) -> None:
     Raises:
         ReplicaError: on every rank, with the names and ranks that differ.
     """
-    found = [text for group, named in copies(trainer) for text in _differences(group, named)]
+    found = [text for group, named in copies(trainer) for text in _differences(group, named, trainer.mesh.device)]
     world = trainer.mesh.world
     num_found = torch.tensor(len(found), device=trainer.mesh.device)
     all_reduce(num_found, world, site="replicas.found")
@@ -87,10 +87,10 @@ def _replicated(trainer: Trainer, wanted) -> Iterator[tuple[str, Tensor]]:
                     yield f"{kind} of {run.part.name}", flat[run.shard_offset : run.shard_offset + run.length]
 
 
-def _differences(group: Group, named: Named) -> list[str]:
+def _differences(group: Group, named: Named, device: torch.device) -> list[str]:
     if group.size == 1 or not named:
         return []
-    own = torch.stack([bits_hash(tensor) for _, tensor in named])
+    own = torch.stack([bits_hash(tensor).to(device) for _, tensor in named])  # an offloaded state is on the host
     every = own.new_empty(group.size * own.numel())
     all_gather(every, own, group, site="replicas.hashes")
     found = []
