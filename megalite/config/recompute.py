@@ -39,8 +39,7 @@ def _form(value: Any) -> str:
 
 
 Recompute = Annotated[
-    Annotated[Literal["none", "selective", "full"], Tag("word")]
-    | Annotated[tuple[RecomputeRange, ...], Tag("ranges")],
+    Annotated[Literal["none", "selective", "full"], Tag("word")] | Annotated[tuple[RecomputeRange, ...], Tag("ranges")],
     Discriminator(_form),
 ]
 

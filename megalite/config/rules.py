@@ -26,6 +26,7 @@ def problems(config: Config) -> list[str]:
         *recompute_problems(config.recompute, config.model.num_layers),
         *_kernels(config.kernels, config.model),
         *_optimizer(config.optimizer),
+        *_state(config),
         *_lr(config.lr, config.run.steps),
         *_data(config),
     ]
@@ -276,6 +277,33 @@ def _optimizer(optimizer: Optimizer) -> Iterator[str]:
     why = f"with optimizer.name={optimizer.name}"
     names = ("momentum",) if optimizer.name == "adamw" else ("betas", "eps")
     yield from _unused(optimizer, "optimizer", dict.fromkeys(names, why))
+
+
+def _state(config: Config) -> Iterator[str]:
+    """Where the optimizer's state lives, and in which format."""
+    zero, optimizer, moments = config.zero, config.optimizer, config.precision.moments
+    stateless = optimizer.name == "sgd" and optimizer.momentum == 0.0
+    why = "with optimizer.name=sgd and optimizer.momentum=0, which has no state"
+    if stateless:
+        yield from _unused(zero, "zero", {"offload_optimizer": why})
+        yield from _unused(config.precision, "precision", {"moments": why})
+    if zero.offload_optimizer == "none":
+        yield from _unused(zero, "zero", {"offload_main": "with zero.offload_optimizer=none"})
+    elif optimizer.implementation not in ("auto", "reference", "native"):
+        yield (
+            f"optimizer.implementation={optimizer.implementation} with zero.offload_optimizer=cpu: the update runs on "
+            "the CPU; use optimizer.implementation=auto, reference or native"
+        )
+    if moments == "bf16" and config.precision.compute == "fp64":
+        yield (
+            "precision.moments=bf16 would round the moments of precision.compute=fp64; use precision.moments=fp32 "
+            "(moments then stay fp64) or precision.compute=bf16"
+        )
+    if moments == "bf16" and optimizer.implementation == "apex":
+        yield (
+            "precision.moments=bf16 with optimizer.implementation=apex, which keeps fp32 moments; use "
+            "precision.moments=fp32 or optimizer.implementation=auto"
+        )
 
 
 def _lr(lr: Lr, steps: int) -> Iterator[str]:

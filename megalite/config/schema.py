@@ -163,8 +163,10 @@ class Zero(Section):
     """When gradients are reduced; default microbatch for stages 2 and 3, else step."""
     max_live_bytes: Positive | None = None
     """Stage 3: bound on the gathered parameters of a rank; prefetches wait for room. Default none."""
-    offload_optimizer: Literal["none"] = "none"
-    """Where the optimizer state lives: none keeps it on the device."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where the optimizer state lives and is updated: none is the device, cpu the host's memory."""
+    offload_main: Flag = False
+    """With offload_optimizer: cpu the main params too; the device keeps the compute copy only."""
 
     @model_validator(mode="after")
     def _fill_from_stage(self) -> Self:
@@ -187,12 +189,15 @@ class Batch(Section):
 
 
 class Precision(Section):
-    """Number formats. Main params, main grads and moments are fp32 (fp64 with compute fp64)."""
+    """Number formats. Main params and main grads are fp32 (fp64 with compute fp64)."""
 
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Parameters and activations in forward and backward."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """What gradients are cast to for the reduction over dp (fp64 stays fp64)."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """The optimizer's moments. fp32: as the main params. bf16: half the memory, rounded up or down at random so that
+    averages stay exact."""
 
 
 class Optimizer(Section):

@@ -9,7 +9,7 @@ from megalite.config.schema import Config
 from megalite.mesh import Mesh, Sizes
 from megalite.model.init import init_tensor
 from megalite.model.stage import Stage, build_stages, stage_units
-from megalite.optim.optimizer import ShardOptimizer
+from megalite.optim.optimizer import Placement, ShardOptimizer
 from megalite.parallel.pp.check import check
 from megalite.parallel.pp.chunk import Chunk
 from megalite.parallel.pp.lower import Lowered, lower
@@ -61,7 +61,7 @@ def build(config: Config, mesh: Mesh) -> Trainer:
     _check_tied_ends(config, schedule)
     stages = build_stages(config, mesh, list(schedule.stages_of(mesh.pp.rank)))
     zero = _build_zero(config, mesh, stages)
-    optimizer = ShardOptimizer(zero, config.optimizer)
+    optimizer = ShardOptimizer(zero, config.optimizer, placement=_placement(config))
     hooks = {stage.index: _stage_hooks(config, zero, stage, stages) for stage in stages}
     chunks = {s.index: Chunk(s.index, s.links, hooks[s.index]) for s in stages}
     wire = Wire(lambda batch: _wire_shape(config, batch), DTYPES[config.precision.compute])
@@ -120,6 +120,15 @@ def _build_zero(config: Config, mesh: Mesh, stages: list[Stage]) -> ZeroManager:
         return init_tensor(spec, shape, dtype=main, device=mesh.device, seed=config.run.seed)
 
     return ZeroManager(_unit_params(stages), policy, mesh, init)
+
+
+def _placement(config: Config) -> Placement:
+    return Placement(
+        offload=config.zero.offload_optimizer == "cpu",
+        offload_main=config.zero.offload_main,
+        moments=torch.bfloat16 if config.precision.moments == "bf16" else None,
+        seed=config.run.seed,
+    )
 
 
 def _unit_params(stages: list[Stage]) -> dict[str, list]:

@@ -182,6 +182,15 @@ LAYOUTS = {
     ),
     "dp2-tp4-kv2-zero3-sgd": Layout(f"mesh.dp=2 mesh.tp=4 zero.stage=3 {SGD}"),
     "dp2-tp2-zero3-recompute-list": Layout(f"mesh.dp=2 mesh.tp=2 zero.stage=3 {RECOMPUTE_LIST}", "documents"),
+    # optimizer state on the host
+    "dp2-zero1-offload": Layout("mesh.dp=2 zero.stage=1 zero.offload_optimizer=cpu"),
+    "dp2-tp2-zero3-offload-main": Layout(
+        "mesh.dp=2 mesh.tp=2 zero.stage=3 zero.offload_optimizer=cpu zero.offload_main=true"
+    ),
+    "hsdp2x2-zero2-offload-main-tied-sgd": Layout(
+        "mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=2 zero.offload_optimizer=cpu zero.offload_main=true "
+        f"model.tie_embeddings=true {SGD}"
+    ),
     # dropout: compared with one rank of megalite
     "dropout-dp2-micro2": Layout("mesh.dp=2 model.dropout=0.2 batch.micro_batch_size=2"),
     "dropout-tp2-attention": Layout(f"mesh.tp=2 {GPT} model.dropout=0.1 model.attention_dropout=0.1"),

@@ -134,7 +134,13 @@ class Pool:
             except ConnectionError:
                 continue  # a rank that died since the last task: collect() reads the end of its connection
         what = f"{fn.__qualname__} within {timeout_s} s on {len(self.pids)} ranks"
-        return self.collect(logs, time.monotonic() + timeout_s, what)
+        try:
+            return self.collect(logs, time.monotonic() + timeout_s, what)
+        except RankError:
+            raise  # the pool has ended
+        except BaseException:  # e.g. a test's time limit: the replies that are still to come are nobody's
+            self.end()
+            raise
 
     def collect(self, logs: dict[int, int], limit: float, what: str) -> list[Any]:
         """One result of every rank; or end the pool and raise with what is known of the ranks that gave none."""

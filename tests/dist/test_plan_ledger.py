@@ -13,7 +13,7 @@ from megalite.plan.live import peak_live_bytes
 from megalite.plan.traffic import traffic
 from megalite.train.build import build, sizes_of
 from megalite.train.step import train_step
-from tests.dist.layouts import BASE, EIGHT, GPT, INTERLEAVED, Masks, global_batch, with_overrides
+from tests.dist.layouts import BASE, EIGHT, GPT, INTERLEAVED, RECOMPUTE_LIST, Masks, global_batch, with_overrides
 from tests.dist.pool import mesh_for, run_ranks
 from tests.dist.test_layouts import own_microbatches
 
@@ -26,6 +26,7 @@ LAYOUTS = {
     "tp4 kv2 no sp": "mesh.tp=4 mesh.sequence_parallel=false",
     "tp4 kv1 bf16 gpt full recompute": f"mesh.tp=4 {GPT} model.num_kv_heads=1 precision.compute=bf16 recompute=full",
     "tp2 selective": "mesh.tp=2 recompute=selective",
+    "pp2 tp2 recompute list": f"mesh.pp=2 mesh.tp=2 {RECOMPUTE_LIST}",
     "dp2 zero0 bf16 reduce": "mesh.dp=2 zero.stage=0 precision.compute=bf16 precision.reduce=bf16",
     "dp2 zero1": f"mesh.dp=2 zero.stage=1 {FP32}",
     "dp2 zero2 bf16 tied": "mesh.dp=2 zero.stage=2 precision.compute=bf16 model.tie_embeddings=true",

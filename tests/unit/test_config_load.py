@@ -221,7 +221,7 @@ BAD_VALUES = [
     ("model.num_layers=0", "model.num_layers=0 must be a whole number > 0", "use 1 or more"),
     ("run.dir=5", "run.dir=5 must be a text", "use e.g. runs/default (the default)"),
     ("zero.stage=4", "zero.stage=4 must be 0, 1, 2 or 3", "use e.g. 1 (the default)"),
-    ("zero.offload_optimizer=x", "zero.offload_optimizer=x must be none", "use e.g. none (the default)"),
+    ("zero.offload_optimizer=x", "zero.offload_optimizer=x must be none or cpu", "use e.g. none (the default)"),
     ("optimizer.name=adam", "optimizer.name=adam must be adamw or sgd", "did you mean adamw?"),
     (
         "recompute=ful",

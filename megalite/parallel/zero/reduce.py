@@ -74,7 +74,7 @@ class Reducer:
             self._finish_oldest()
         if not self.free:
             self.num_buffers += 1
-            self.free.append(self.units[0].main.new_empty(max(unit.layout.numel for unit in self.units)))
+            self.free.append(self.units[0].grad.new_empty(max(unit.layout.numel for unit in self.units)))
         return self.free.pop()
 
     def start(self, unit: Unit) -> None:
