@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megalite.kernels.gelu import gelu
+from megalite.kernels.gelu import BiasGelu, bias_gelu, gelu
 from megalite.kernels.swiglu import swiglu
 from megalite.model.attention import residual_bias
 from megalite.model.context import ModelContext
@@ -34,9 +34,13 @@ class Mlp(nn.Module):
         return replay(self._whole, x) if "mlp" in self.again and x.requires_grad else self._whole(x)
 
     def _whole(self, x: Tensor) -> Tensor:
-        hidden = getattr(self, self.wide_name)(x)
+        wide = getattr(self, self.wide_name)
+        biased = self.activation is gelu and wide.bias is not None  # the bias is added inside the activation
+        hidden = wide(x, add_bias=not biased)
         if "activation" in self.again:
-            return self.down(hidden, self.pure)
+            return self.down(hidden, BiasGelu(wide.bias, self.pure) if biased else self.pure)
+        if biased:
+            return self.down(bias_gelu(hidden, wide.bias, impl=self.pure))
         return self.down(self.activation(hidden, impl=self.pure))
 
 

@@ -42,6 +42,14 @@ class Result:
     """Seconds per step, a median for each round."""
     loss_difference: float = 0.0
 
+    def text(self) -> str:
+        """One line for whoever waits."""
+        wire = "?" if self.wire_bytes is None else f"{self.wire_bytes / 1e6:.1f}"
+        return (
+            f"{self.label}: {self.tokens_per_s:.0f} tokens/s, {self.cpu_s:.3g} CPU s, {wire} MB sent, at most "
+            f"{self.peak_rss_bytes[1] / 1e6:.0f} MB a rank, loss differs by {self.loss_difference:.1e}"
+        )
+
 
 @dataclass
 class Measured:
@@ -87,6 +95,7 @@ def measure(rows: list[Row], work: Work, *, effort: Effort, folder: Path, say: C
             # nan where the reference has failed: its row says so
             result_difference = difference(result.losses, reference) if reference else float("nan")
             found.results.append(_with_difference(result, result_difference))
+            say(f"  {found.results[-1].text()}")
     return found
 
 

@@ -32,6 +32,28 @@ class _BiasGelu(torch.autograd.Function):
         return dx, accumulate_grad(ctx.bias, dbias), None
 
 
+class BiasGelu:
+    """bias_gelu as an activation that a linear layer applies to its input and applies again in its backward.
+
+    The bias's gradient goes where `kernels.wgrad` says; without a main gradient it is left in `bias.grad`.
+    """
+
+    def __init__(self, bias: Tensor, impl=reference):
+        self.bias, self.impl = bias, impl
+
+    def forward(self, x: Tensor) -> Tensor:
+        """GELU of x + bias."""
+        return self.impl.forward_bias(x, self.bias)
+
+    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x; that of the bias is accumulated."""
+        dx, dbias = self.impl.backward_bias(dy, x, self.bias)
+        left = accumulate_grad(self.bias, dbias)
+        if left is not None:
+            self.bias.grad = left if self.bias.grad is None else self.bias.grad + left
+        return dx
+
+
 def gelu(x: Tensor, *, impl=reference) -> Tensor:
     """GELU in the tanh form, any shape; keeps its input for backward."""
     return _Gelu.apply(x, impl)

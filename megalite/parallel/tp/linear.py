@@ -120,9 +120,13 @@ class ColumnParallelLinear(_Linear):
     Memory: keeps the gathered x for the weight gradient, so that backward gathers nothing.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(M/tp, in), or (M, in) without sequence parallel -> (M, out/tp)."""
-        return _ColumnLinear.apply(x, self.weight, self.bias, self.tp, self.site, self.wgrad)
+    def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
+        """(M/tp, in), or (M, in) without sequence parallel -> (M, out/tp).
+
+        Args:
+            add_bias: False where the caller adds `self.bias` itself, inside its next op.
+        """
+        return _ColumnLinear.apply(x, self.weight, self.bias if add_bias else None, self.tp, self.site, self.wgrad)
 
 
 class RowParallelLinear(_Linear):
