@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt $(PIP_ARGS)
 BUILD_INPUTS := pyproject.toml constraints.txt setup.py $(wildcard csrc/*.cpp csrc/*.cu csrc/include/*)
-TEST_LIMIT_S ?= 900
+TEST_LIMIT_S ?= 2400
 
 export OMP_NUM_THREADS = 1
 

@@ -72,9 +72,7 @@ class Sizes:
 
     def kv_groups(self, kv_replicas: int) -> list[tuple[int, ...]]:
         """Ranks of one tp group that hold the same kv heads: `kv_replicas` neighbours."""
-        return [
-            row[i : i + kv_replicas] for row in self.groups(("tp",)) for i in range(0, self.tp, kv_replicas)
-        ]
+        return [row[i : i + kv_replicas] for row in self.groups(("tp",)) for i in range(0, self.tp, kv_replicas)]
 
     def tied_groups(self) -> list[tuple[int, ...]]:
         """The first and the last pipeline rank of each pipeline: they share a tied embedding."""

@@ -37,9 +37,7 @@ def forward_residual(x: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     return y, total, rstd
 
 
-def backward_residual(
-    dy: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
+def backward_residual(dy: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of x and of residual, which is one tensor (M, D), from those of y and of the sum; dweight (D,)."""
     dx, dweight = _backward(dy, total, weight, rstd)
     return dx.add_(dtotal).to(total.dtype), dweight

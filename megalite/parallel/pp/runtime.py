@@ -149,9 +149,7 @@ class PipelineRuntime:
     def _receive(self, action: Action, state: Pass) -> None:
         forward = action.op is Op.RECV_F
         sender = action.stage + (-1 if forward else 1)
-        buffer = torch.empty(
-            self.wire.shape(state.batches[action.mb]), dtype=self.wire.dtype, device=self.mesh.device
-        )
+        buffer = torch.empty(self.wire.shape(state.batches[action.mb]), dtype=self.wire.dtype, device=self.mesh.device)
         consumer = Action(Op.F if forward else Op.B, action.stage, action.mb)
         tag = self._tag(sender, action.mb)
         state.inputs[consumer] = irecv(buffer, self._channel(forward), source=self._rank_of(sender), tag=tag)
