@@ -154,18 +154,20 @@ def test_an_unknown_row(capsys):
 @pytest.mark.timeout(600)
 def test_a_whole_run(tmp_path):
     path, page = tmp_path / "found.json", tmp_path / "found.md"
-    chosen = ["--rows", "dp2-zero3", "2x2x2", "--json", str(path), "--markdown", str(page)]
+    chosen = ["--rows", "dp2-zero1", "2x2x2", "--json", str(path), "--markdown", str(page)]
     tool = [sys.executable, str(ROOT / "tools" / "bench_train.py"), "--tiny", *chosen]
     done = subprocess.run(tool, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
     results = {(r["row"], r["label"]): r for r in found["results"]}
-    assert {row for row, _ in results} == {"one", "dp2-zero3", "2x2x2"}
+    assert {row for row, _ in results} == {"one", "dp2-zero1", "2x2x2"}
     for line in results.values():
         assert line["loss_difference"] < 2e-6
         assert len(line["losses"]) == 3
     if network.available():
-        num_bytes = 4 * 49_440  # tiny's parameters: gathered twice and reduced once, and hardly more
-        assert 3 * num_bytes < results["dp2-zero3", "megalite"]["wire_bytes"] < 3.3 * num_bytes
+        num_bytes = (
+            4 * 49_440
+        )  # tiny's parameters: reduced and gathered, and hardly more; also the gather that overlaps
+        assert 2 * num_bytes < results["dp2-zero1", "megalite"]["wire_bytes"] < 2.3 * num_bytes
     assert page.read_text().count("| one process |") == 3
-    assert [row["row"] for row in found["ratios"]] == ["one", "dp2-zero3", "2x2x2"]
+    assert [row["row"] for row in found["ratios"]] == ["one", "dp2-zero1", "2x2x2"]

@@ -62,6 +62,10 @@ class Trainer:
         ]
         return train_step(self.trainer, batches, lr=self.work.lr).loss
 
+    def finish(self) -> None:
+        """Wait for the gathers that stages 1 and 2 leave to run under the next step."""
+        self.trainer.zero.finish_gathers()
+
     def sent_bytes(self) -> int:
         """What this rank has sent so far, by the ledger: payload without headers."""
         return sum(self.trainer.mesh.ledger.sent_bytes.values())

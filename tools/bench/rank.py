@@ -51,6 +51,8 @@ def _steps(trainer, work: Work, first: int, number: int) -> Done:
     for step, (tokens, labels) in enumerate(batches, start=first):
         wall, cpu = time.perf_counter(), time.process_time()
         losses.append(trainer.step(tokens, labels, step))
+        if step == first + number - 1:
+            trainer.finish()  # else what runs on would be neither timed nor counted
         cpu_s.append(time.process_time() - cpu)
         wall_s.append(time.perf_counter() - wall)
     after = trainer.sent_bytes()

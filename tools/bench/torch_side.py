@@ -90,6 +90,9 @@ class Trainer:
         dist.all_reduce(value)
         return value.item()
 
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
     def sent_bytes(self) -> None:
         """torch keeps no account."""
         return None

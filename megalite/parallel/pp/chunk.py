@@ -99,9 +99,11 @@ class Chunk:
             if output is None:
                 with torch.enable_grad():
                     output = self.links[position](entry.input, batch)
-            self._defer(position, self.deferred[mb][position] if defer else None)
+            if defer:
+                self._defer(position, self.deferred[mb][position])
             torch.autograd.backward(output, grad)
-            self._defer(position, None)
+            if defer:
+                self._defer(position, None)
             grad = entry.input.grad if entry.input is not None else None
             del output, entry
             self.hooks.after_backward(position, weights=not defer)
@@ -111,9 +113,8 @@ class Chunk:
 
     def _defer(self, position: int, queue: list | None) -> None:
         """Say where the link's parameters put their gradients: see kernels/wgrad, [Note: deferred gradients]."""
-        if self._is_block(position):
-            for param in self.links[position].parameters():
-                param.deferred = queue
+        for param in self.links[position].parameters():
+            param.deferred = queue
 
     def _recomputes(self, position: int) -> bool:
         """Blocks only; the head's output is its loss, whose backward follows at once at the last stage."""
