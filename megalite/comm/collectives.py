@@ -15,6 +15,9 @@ from torch import Tensor
 from megalite.mesh import Group
 
 Op = Literal["sum", "max", "min"]
+# torch 2.13 deprecates the older names, torch 2.11 has only those
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -57,7 +60,7 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", asyn
             out.copy_(shard)
         return Work()
     group.ledger.record(group.axis, "all_gather", site, (group.size - 1) * shard.nbytes)
-    handle = dist.all_gather_single(out, shard, group=group.pg, async_op=True)
+    handle = _all_gather_single(out, shard, group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
 
 
@@ -74,7 +77,7 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
         return Work()
     group.ledger.record(group.axis, "reduce_scatter", site, (group.size - 1) * out.nbytes)
     if full.device.type != "cpu":
-        handle = dist.reduce_scatter_single(out, full, group=group.pg, async_op=True)
+        handle = _reduce_scatter_single(out, full, group=group.pg, async_op=True)
         return _started(Work(handle), async_op)
     received = torch.empty_like(full)
     handle = dist.all_to_all_single(received, full, group=group.pg, async_op=True)

@@ -7,6 +7,7 @@ import torch
 from megalite.batch import Microbatch
 from megalite.config.schema import Config
 from megalite.mesh import Mesh, Sizes
+from megalite.model.context import DTYPES
 from megalite.model.init import init_tensor
 from megalite.model.stage import Stage, build_stages, stage_units
 from megalite.optim.optimizer import Placement, ShardOptimizer
@@ -20,8 +21,6 @@ from megalite.parallel.zero.manager import LinkUnits, ZeroManager, ZeroPolicy
 from megalite.parallel.zero.unit import Place
 from megalite.plan.live import check_live_bytes
 from megalite.plan.units import check_frozen
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import Config
+from megalite.model.context import DTYPES
 from megalite.optim.norm import clip_factor
-from megalite.train.build import DTYPES
 from megalite.verify.run import Record, Tensors
 
 ROUNDINGS = 12
