@@ -11,6 +11,7 @@
 
 #include "host.h"
 #include "host_kernels.h"
+#include "shm_flags.h"
 #ifdef MEGALITE_CUDA
 #include "cuda_kernels.h"
 #endif
@@ -153,6 +154,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("simd_level", [] { return static_cast<int>(megalite::best_simd()); });
   m.def("adamw", &adamw, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"), py::arg("scale"),
         py::arg("threads"), py::arg("simd") = -1);
+  m.def("flag_store", [](uintptr_t flag, int32_t value) { megalite::flag_store(pointer<int32_t>(flag), value); },
+        py::arg("address"), py::arg("value"));
+  m.def("flag_load", [](uintptr_t flag) { return megalite::flag_load(pointer<const int32_t>(flag)); },
+        py::arg("address"));
+  m.def("flag_wait",
+        [](uintptr_t flag, int32_t value, double timeout_s) {
+          py::gil_scoped_release release;
+          return megalite::flag_wait(pointer<const int32_t>(flag), value, timeout_s);
+        },
+        py::arg("address"), py::arg("value"), py::arg("timeout_s"));
   m.def("square_sum", &square_sum, py::arg("grad"), py::arg("num"), py::arg("threads"), py::arg("simd") = -1);
 #ifdef MEGALITE_CUDA
   m.attr("SQUARE_SUM_SCRATCH") = megalite::kSquareSumScratch;
