@@ -1,8 +1,7 @@
 """Column and row parallel linear layers, with sequence parallel.
 
 A column layer (weight (out/tp, in)) gathers rows, then multiplies; a row layer (weight (out, in/tp)) multiplies, then
-sums partial products into this rank's rows. Each pair of collective and GEMM is one function, so that an overlapped
-one can take its place.
+sums partial products into this rank's rows. Each pair of collective and GEMM is one function of an overlap backend.
 Invariant: autograd keeps the parameter, never its data, since a ZeRO unit frees and regathers the storage in between.
 Reference: Shoeybi et al., arXiv:1909.08053, section 3; Korthikanti et al., arXiv:2205.05198.
 """
@@ -10,13 +9,14 @@ Reference: Shoeybi et al., arXiv:1909.08053, section 3; Korthikanti et al., arXi
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.kernels.wgrad import accumulate_bias, accumulate_wgrad
 from megalite.kernels.wgrad import reference as wgrad_reference
 from megalite.parallel.spec import ParamSpec
-from megalite.parallel.tp.rows import TensorParallel, empty_param, gather_rows, reduce_rows, start_reduce_rows
+from megalite.parallel.tp.overlap.base import Passes
+from megalite.parallel.tp.overlap.none import PLAIN
+from megalite.parallel.tp.rows import TensorParallel, empty_param
 from megalite.parallel.tp.specs import local_shape
 
 
@@ -27,67 +27,60 @@ class Activation(Protocol):
     def backward(self, dy: Tensor, x: Tensor) -> Tensor: ...
 
 
-def gather_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str
-) -> tuple[Tensor, Tensor]:
-    """Gather the rows of x and multiply: (M, in) @ weight^T + bias, and the gathered x (M, in)."""
-    full = gather_rows(x, tp, site=site)
-    return F.linear(full, weight, bias), full
-
-
-def gemm_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str) -> Tensor:
-    """Multiply x (M, in/tp) @ weight^T and sum over tp into this rank's rows; the bias is added once, to the sum."""
-    if tp.size == 1:
-        return F.linear(x, weight, bias)
-    y = reduce_rows(F.linear(x, weight), tp, site=site)
-    return y if bias is None else y.add_(bias)
-
-
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, site, wgrad):
-        y, full = gather_gemm(x, weight, bias, tp=tp, site=f"{site}.forward")
+    def forward(ctx, x, layer, weight, bias):
+        y, full = layer.overlap.forward.gather_gemm(x, weight, bias, tp=layer.tp, site=f"{layer.site}.forward")
         ctx.save_for_backward(full)
-        ctx.weight, ctx.bias, ctx.tp, ctx.site, ctx.wgrad = weight, bias, tp, site, wgrad
+        ctx.layer, ctx.weight, ctx.bias = layer, weight, bias
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        (full,) = ctx.saved_tensors
-        work, dx = None, None
-        if ctx.needs_input_grad[0]:
-            work, dx = start_reduce_rows(dy.mm(ctx.weight), ctx.tp, site=f"{ctx.site}.backward")
-        dweight = accumulate_wgrad(ctx.weight, dy, full, impl=ctx.wgrad)
-        dbias = None if ctx.bias is None else accumulate_bias(ctx.bias, dy)
-        if work is not None:
-            work.wait()
-        return dx, dweight, dbias, None, None, None
+        (full,), layer, weight, bias = ctx.saved_tensors, ctx.layer, ctx.weight, ctx.bias
+
+        def param_grads() -> tuple[Tensor | None, Tensor | None]:
+            dweight = accumulate_wgrad(weight, dy, full, impl=layer.wgrad)
+            return dweight, None if bias is None else accumulate_bias(bias, dy)
+
+        if not ctx.needs_input_grad[0]:
+            return None, None, *param_grads()
+        site = f"{layer.site}.backward"
+        dx, grads = layer.overlap.backward.dgrad_reduce(dy, weight, tp=layer.tp, site=site, meanwhile=param_grads)
+        return dx, None, *grads
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, site, wgrad, activation):
+    def forward(ctx, x, layer, weight, bias, activation):
         active = x if activation is None else activation.forward(x)
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tp, ctx.site, ctx.wgrad, ctx.activation = weight, bias, tp, site, wgrad, activation
-        return gemm_reduce(active, weight, bias, tp=tp, site=f"{site}.forward")
+        ctx.layer, ctx.weight, ctx.bias, ctx.activation = layer, weight, bias, activation
+        return layer.overlap.forward.gemm_reduce(active, weight, bias, tp=layer.tp, site=f"{layer.site}.forward")
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        activation = ctx.activation
-        full = gather_rows(dy, ctx.tp, site=f"{ctx.site}.backward")
-        active = x if activation is None else activation.forward(x)
-        dweight = accumulate_wgrad(ctx.weight, full, active, impl=ctx.wgrad)
+        (x,), layer, weight, activation = ctx.saved_tensors, ctx.layer, ctx.weight, ctx.activation
+
+        def weight_grad(full: Tensor) -> Tensor | None:
+            active = x if activation is None else activation.forward(x)
+            return accumulate_wgrad(weight, full, active, impl=layer.wgrad)
+
+        site = f"{layer.site}.backward"
+        dx, dweight = layer.overlap.backward.gather_dgrad(dy, weight, tp=layer.tp, site=site, meanwhile=weight_grad)
         dbias = None if ctx.bias is None else accumulate_bias(ctx.bias, dy)
-        dx = full.mm(ctx.weight) if ctx.needs_input_grad[0] else None
-        if activation is not None and dx is not None:
+        if activation is not None:
             dx = activation.backward(dx, x)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, None, dweight, dbias, None
 
 
 class _Linear(nn.Module):
-    """Weight and optional bias, on the meta device, with their specs; `wgrad` is an implementation of kernels.wgrad."""
+    """Weight and optional bias, on the meta device, with their specs.
+
+    Args:
+        wgrad:   an implementation of kernels.wgrad.
+        overlap: the overlap backends of forward and backward.
+    """
 
     def __init__(
         self,
@@ -99,6 +92,7 @@ class _Linear(nn.Module):
         site: str,
         padding: int = 0,
         wgrad=wgrad_reference,
+        overlap: Passes = PLAIN,
     ):
         super().__init__()
         self.weight = empty_param(local_shape(weight, padding=padding), dtype)
@@ -110,6 +104,7 @@ class _Linear(nn.Module):
         self.tp = tp
         self.site = site
         self.wgrad = wgrad
+        self.overlap = overlap
 
 
 class ColumnParallelLinear(_Linear):
@@ -126,7 +121,7 @@ class ColumnParallelLinear(_Linear):
         Args:
             add_bias: False where the caller adds `self.bias` itself, inside its next op.
         """
-        return _ColumnLinear.apply(x, self.weight, self.bias if add_bias else None, self.tp, self.site, self.wgrad)
+        return _ColumnLinear.apply(x, self, self.weight, self.bias if add_bias else None)
 
 
 class RowParallelLinear(_Linear):
@@ -142,4 +137,4 @@ class RowParallelLinear(_Linear):
         Args:
             activation: applied to x first, and again in backward: only its input is kept.
         """
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp, self.site, self.wgrad, activation)
+        return _RowLinear.apply(x, self, self.weight, self.bias, activation)
