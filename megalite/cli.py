@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperCommand
 
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 3
 CLICK_INTERRUPTED = 130
@@ -29,6 +30,23 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(kernels_app, name="kernels")
+
+
+class OptionalFileNames(TyperCommand):
+    """A command whose --png, --svg and --trace may stand without a file name: it then is the empty text.
+
+    click's own options with an optional value are not in every typer, so the arguments are completed before parsing.
+    """
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        """Parse, with `--png` made `--png=` where no value follows."""
+        following = [*args[1:], "-"]
+        bare = [
+            arg in ("--png", "--svg", "--trace") and after.startswith("-")
+            for arg, after in zip(args, following, strict=True)
+        ]
+        return super().parse_args(ctx, [f"{arg}=" if alone else arg for arg, alone in zip(args, bare, strict=True)])
+
 
 ConfigPath = Annotated[str, Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped preset.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
@@ -95,7 +113,7 @@ def verify(config: ConfigPath, overrides: Overrides = None) -> int:
     return check(loaded)
 
 
-@app.command()
+@app.command(cls=OptionalFileNames)
 def schedule(
     kind: Annotated[
         str, Option(help="gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, v_half, dualpipe_v, or a .csv file.")
@@ -106,9 +124,13 @@ def schedule(
     costs: Annotated[
         str, Option(metavar="F,I,W,SEND", help="Lengths of forward, input and weight gradient, and message.")
     ] = "1,1,1,0",
-    png: Annotated[str | None, Option(metavar="FILE", help="Also draw it into this file.")] = None,
-    svg: Annotated[str | None, Option(metavar="FILE", help="Also draw it into this file.")] = None,
-    trace: Annotated[str | None, Option(metavar="FILE", help="Also write a Chrome/Perfetto trace.")] = None,
+    png: Annotated[
+        str | None, Option(metavar="[FILE]", help="Also draw it; default schedule_<kind>_pp<pp>_m<microbatches>.png.")
+    ] = None,
+    svg: Annotated[
+        str | None, Option(metavar="[FILE]", help="Also draw it; default schedule_<kind>_pp<pp>_m<microbatches>.svg.")
+    ] = None,
+    trace: Annotated[str | None, Option(metavar="[FILE]", help="Also write a Chrome/Perfetto trace.")] = None,
 ) -> None:
     """Draw a pipeline schedule, with its bubble and its memory."""
     from megalite.parallel.pp.command import Outputs, schedule_command

@@ -231,6 +231,26 @@ def test_schedule(command):
     assert err.startswith("error: ")
 
 
+def test_schedule_files_have_names_of_their_own_or_default_ones(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    zbv = ("schedule", "--kind", "zbv", "--pp", "4", "--microbatches", "8")
+    for given, names in {
+        ("--png",): ["png: schedule_zbv_pp4_m8.png"],
+        ("--png", "--svg", "mine.svg", "--trace"): [
+            "png: schedule_zbv_pp4_m8.png", "svg: mine.svg", "trace: schedule_zbv_pp4_m8.json"
+        ],
+        ("--trace", "t.json", "--png=p.png", "--svg"): ["png: p.png", "svg: schedule_zbv_pp4_m8.svg", "trace: t.json"],
+    }.items():  # fmt: skip
+        code, out, err = command(*zbv, *given)
+        assert code == 0, err
+        assert out.splitlines()[-len(names) :] == names
+        assert {path.name for path in tmp_path.iterdir()} == {name.split()[1] for name in names}
+        for path in tmp_path.iterdir():
+            path.unlink()
+    code, out, err = command("schedule", "--png", "--kind", "interleaved", "--pp", "2", "--virtual", "3")
+    assert (code, out.splitlines()[-1]) == (0, "png: schedule_interleaved_pp2_v3_m8.png"), err
+
+
 def test_data_prepare_and_inspect(command, tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be")
     prefix = str(tmp_path / "corpus")

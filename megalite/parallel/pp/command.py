@@ -1,6 +1,7 @@
 """The `schedule` command: what a pipeline schedule looks like, what it idles and what it holds."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megalite.config.pipeline import SCHEDULES
 from megalite.parallel.pp.check import Report, check
@@ -14,7 +15,7 @@ from megalite.parallel.pp.trace import timeline_spans, trace_events, write_trace
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write; None: not."""
+    """Files to write; None: not; an empty name: `default_name`'s."""
 
     png: str | None = None
     svg: str | None = None
@@ -36,6 +37,7 @@ def schedule_command(
         OSError: a file can't be written.
     """
     schedule = build_schedule(kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches)
+    outputs = _named(outputs, kind, schedule)
     report = check(lower(schedule, zero_stage=0, reshard_after="step", reduce_each="step"))
     forward, input_grad, weight_grad, send = _costs(costs)
     lengths = {"forward_s": forward, "backward_s": input_grad + weight_grad}
@@ -54,6 +56,20 @@ def schedule_command(
         *(f"{name}: {path}" for name, path in vars(outputs).items() if path is not None),
     ]
     return "\n".join(lines) + "\n"
+
+
+def default_name(kind: str, schedule: Schedule, suffix: str) -> str:
+    """schedule_zbv_pp4_m8.png; chunks are named where a kind takes any number, of a file the stem is taken."""
+    virtual = schedule.num_stages // schedule.pp
+    chunks = f"_v{virtual}" if virtual != _virtual(kind) else ""
+    return f"schedule_{Path(kind).stem}_pp{schedule.pp}{chunks}_m{schedule.num_microbatches}.{suffix}"
+
+
+def _named(outputs: Outputs, kind: str, schedule: Schedule) -> Outputs:
+    """The outputs with default names filled in."""
+    suffixes = {"png": "png", "svg": "svg", "trace": "json"}
+    names = {which: default_name(kind, schedule, suffix) for which, suffix in suffixes.items()}
+    return Outputs(**{which: names[which] if given == "" else given for which, given in vars(outputs).items()})
 
 
 def _virtual(kind: str) -> int:
