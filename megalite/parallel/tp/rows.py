@@ -56,6 +56,15 @@ def gather_rows(x: Tensor, tp: TensorParallel, *, site: str) -> Tensor:
     return full
 
 
+def check_divisible(num_rows: int, tp: TensorParallel) -> None:
+    """Refuse rows that sequence parallel can't share equally."""
+    if tp.sequence_parallel and num_rows % tp.size:
+        raise ValueError(
+            f"micro_batch_size * seq_len = {num_rows} rows are not divisible by mesh.tp={tp.size}; "
+            "use a multiple, or mesh.sequence_parallel=false"
+        )
+
+
 def start_reduce_rows(partial: Tensor, tp: TensorParallel, *, site: str) -> tuple[Work, Tensor]:
     """Begin to sum the ranks' partial sums; the result holds this rank's rows after the wait.
 
@@ -64,11 +73,7 @@ def start_reduce_rows(partial: Tensor, tp: TensorParallel, *, site: str) -> tupl
     """
     if not tp.sequence_parallel:
         return all_reduce(partial, tp.group, site=site, async_op=True), partial
-    if partial.shape[0] % tp.size:
-        raise ValueError(
-            f"micro_batch_size * seq_len = {partial.shape[0]} rows are not divisible by mesh.tp={tp.size}; "
-            "use a multiple, or mesh.sequence_parallel=false"
-        )
+    check_divisible(partial.shape[0], tp)
     own = partial.new_empty(partial.shape[0] // tp.size, *partial.shape[1:])
     return reduce_scatter(own, partial.contiguous(), tp.group, site=site, async_op=True), own
 

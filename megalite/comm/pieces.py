@@ -1,0 +1,154 @@
+"""Collectives on rows that travel in pieces, so that a GEMM runs on what has arrived or while the last piece leaves.
+
+Gathers and reduce-scatters are direct exchanges: in step d = 1 .. W-1 every rank swaps pieces with the ranks d ahead
+and d behind, straight between where rows lie and where they belong, with nothing packed or copied. All ranks post the
+same steps in the same order, so no message can wait for one of a later step.
+Invariant: the ledger counts one call of the whole collective, with its bytes; sums run in rank order. Pieces go through
+the process group also where `group` has a faster channel, which blocks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.mesh import Group
+
+
+def piece_bounds(num_rows: int, num_pieces: int) -> list[slice]:
+    """`num_pieces` runs of rows as equal as possible, longer ones first; at most one per row, at least one."""
+    num_pieces = max(1, min(num_pieces, num_rows))
+    size, longer = divmod(num_rows, num_pieces)
+    ends = [size * (i + 1) + min(i + 1, longer) for i in range(num_pieces)]
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _shifted(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
+
+
+class _Swap:
+    """A message to one rank of the group and one from another, both on their way; each handle is waited for once."""
+
+    def __init__(self, group: Group, *, send: Tensor, to: int, receive: Tensor, source: int, tag: int):
+        pg, ranks = group.pg, group.ranks
+        receiving = dist.P2POp(dist.irecv, receive, ranks[source], pg, tag)
+        works = dist.batch_isend_irecv([receiving, dist.P2POp(dist.isend, send, ranks[to], pg, tag)])
+        self._receiving, self._sending = works[:1], works[1:]  # where both are one operation, it is the first
+
+    def received(self) -> None:
+        """Wait until what was received may be read."""
+        while self._receiving:
+            self._receiving.pop().wait()
+
+    def finish(self) -> None:
+        """Wait until what was sent may be changed, too."""
+        self.received()
+        while self._sending:
+            self._sending.pop().wait()
+
+
+class RowGather:
+    """All-gather of each rank's rows, begun when it is made; `full` (W * n, ...) has the shards (n, ...) in rank order.
+
+    Communication: sends (W-1) times the shard's bytes.
+    """
+
+    def __init__(self, shard: Tensor, group: Group, *, site: str, num_pieces: int):
+        num_rows, size, rank = shard.shape[0], group.size, group.rank
+        group.ledger.record(group.axis, "all_gather", site, (size - 1) * shard.nbytes)
+        self.full = shard.new_empty(size * num_rows, *shard.shape[1:])
+        self.own = slice(rank * num_rows, (rank + 1) * num_rows)
+        self._swaps: list[tuple[slice, _Swap]] = []
+        for step in range(1, size):
+            source, to = (rank + step) % size, (rank - step) % size
+            for tag, piece in enumerate(piece_bounds(num_rows, num_pieces)):
+                rows = _shifted(piece, source * num_rows)
+                swap = _Swap(group, send=shard[piece], to=to, receive=self.full[rows], source=source, tag=tag)
+                self._swaps.append((rows, swap))
+        self.full[self.own] = shard
+
+    def arrivals(self) -> Iterator[slice]:
+        """Rows of `full` of the other ranks, piece by piece, each when it may be read."""
+        for rows, swap in self._swaps:
+            swap.received()
+            yield rows
+
+    def finish(self) -> Tensor:
+        """The whole `full`; afterwards the shard may be changed."""
+        for _, swap in self._swaps:
+            swap.finish()
+        return self.full
+
+
+class RowReduceScatter:
+    """Sum over ranks of rows that are computed piece by piece; rank r receives rows [r*n, (r+1)*n) of the sum.
+
+    Communication: sends (W-1)/W of the partial sums' bytes.
+    Numerics: summed in rank order; 16-bit dtypes in fp32, rounded once.
+    Memory: (2 W - 1) times the result until `finish`.
+    """
+
+    def __init__(self, shape: tuple[int, int], like: Tensor, group: Group, *, site: str, num_pieces: int):
+        """`shape` (W * n, columns) of the partial sums; dtype and device of `like`."""
+        size, (num_rows, columns) = group.size, (shape[0] // group.size, shape[1])
+        assert num_rows * size == shape[0], f"{shape[0]} rows do not divide by {size} ranks"
+        self._group, self._num_rows = group, num_rows
+        self._pieces = piece_bounds(num_rows, num_pieces)
+        self._outgoing = like.new_empty(size - 1, num_rows, columns)
+        self._parts = like.new_empty(size, num_rows, columns)
+        """This rank's rows of every rank's partial sum."""
+        self._swaps: list[_Swap] = []
+        group.ledger.record(group.axis, "reduce_scatter", site, self._outgoing.nbytes)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, where their partial sums are to be written) in the order to compute them, this rank's own last; a
+        piece leaves when the next one is asked for."""
+        size, rank = self._group.size, self._group.rank
+        for step in range(1, size):
+            owner, source = (rank + step) % size, (rank - step) % size
+            for tag, piece in enumerate(self._pieces):
+                out, receive = self._outgoing[step - 1, piece], self._parts[source, piece]
+                yield _shifted(piece, owner * self._num_rows), out
+                self._swaps.append(_Swap(self._group, send=out, to=owner, receive=receive, source=source, tag=tag))
+        yield slice(rank * self._num_rows, (rank + 1) * self._num_rows), self._parts[rank]
+
+    def finish(self) -> Tensor:
+        """This rank's rows of the sum (n, columns)."""
+        total = torch.empty_like(self._parts[0])
+        for index, piece in enumerate(self._pieces):
+            for swap in self._swaps[index :: len(self._pieces)]:
+                swap.received()
+            torch.sum(self._parts[:, piece], dim=0, out=total[piece])
+        for swap in self._swaps:
+            swap.finish()
+        return total
+
+
+class RowAllReduce:
+    """Sum over ranks of rows that are computed piece by piece, all of them on every rank.
+
+    Communication: sends 2 * (W-1)/W of the partial sums' bytes.
+    """
+
+    def __init__(self, shape: tuple[int, int], like: Tensor, group: Group, *, site: str, num_pieces: int):
+        """`shape` (rows, columns) of the partial sums; dtype and device of `like`. `num_pieces` as for a
+        reduce-scatter: of each 1/W of the rows."""
+        self._group = group
+        self._total = like.new_empty(shape)
+        self._pieces = piece_bounds(shape[0], group.size * num_pieces)
+        self._works: list[dist.Work] = []
+        group.ledger.record(group.axis, "all_reduce", site, 2 * (group.size - 1) * self._total.nbytes // group.size)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """As RowReduceScatter's, in the order of the rows."""
+        for rows in self._pieces:
+            yield rows, self._total[rows]
+            self._works.append(dist.all_reduce(self._total[rows], group=self._group.pg, async_op=True))
+
+    def finish(self) -> Tensor:
+        """The sum (rows, columns)."""
+        for work in self._works:
+            work.wait()
+        return self._total

@@ -1,0 +1,91 @@
+"""Overlap backends against `none` on real ranks: values, gathered rows, the ledger, the bits of a second run."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.mesh import Sizes
+from megalite.parallel.tp.overlap.base import Overlap
+from megalite.parallel.tp.overlap.chunked import Chunked
+from megalite.parallel.tp.overlap.none import NO_OVERLAP
+from megalite.parallel.tp.rows import TensorParallel
+from tests.dist.pool import mesh_for, run_ranks
+
+K, N = 12, 10
+
+
+def random(name: str, rank: int, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """The same numbers for the same name and rank (-1: whatever the rank), rounded to each of `dtypes` in turn."""
+    seed = sum(map(ord, name)) * 100 + rank + 1
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for dtype in dtypes:
+        made = made.to(dtype)
+    return made
+
+
+def four_functions(overlap: Overlap, tp: TensorParallel, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Every output of a backend on inputs that depend on the rank."""
+    num_rows, dtype = settings["num_rows"], settings["dtype"]
+    own = partial(random, dtypes=(settings.get("rounded", dtype), dtype))
+    local_rows = tp.num_local_rows(num_rows)
+    x = own("x", tp.rank if tp.sequence_parallel else -1, local_rows, K)
+    wide, tall = own("wide", tp.rank, N, K), own("tall", tp.rank, K, N)
+    bias, late = own("bias", tp.rank, N), own("late", -1, K)
+    dy, hidden = own("dy", tp.rank, num_rows, N), own("hidden", tp.rank, num_rows, N)
+    found: dict[str, Tensor] = {}
+    found["y"], found["full"] = overlap.gather_gemm(x, wide, bias, tp=tp, site="up.forward")
+    found["y no bias"], _ = overlap.gather_gemm(x.t().contiguous().t(), wide, None, tp=tp, site="up.forward")
+    found["out"] = overlap.gemm_reduce(hidden, tall, late, tp=tp, site="down.forward")
+    found["out no bias"] = overlap.gemm_reduce(hidden, tall, None, tp=tp, site="down.forward")
+    found["dx"], found["meanwhile"] = overlap.dgrad_reduce(
+        dy, wide, tp=tp, site="up.backward", meanwhile=lambda: dy.t().mm(found["full"])
+    )
+    found["dhidden"], found["wgrad"] = overlap.gather_dgrad(
+        x, tall, tp=tp, site="down.backward", meanwhile=lambda full: full.t().mm(hidden)
+    )
+    return found
+
+
+def run_backend(rank: int, world: int, overlap: Overlap, settings: dict[str, Any]) -> tuple[dict, dict]:
+    """Outputs and ledger of one rank."""
+    mesh = mesh_for(Sizes(tp=world))
+    tp = TensorParallel(mesh.tp, settings["sequence_parallel"])
+    found = four_functions(overlap, tp, settings)
+    entries = {(e.op, e.site): (calls, mesh.ledger.sent_bytes[e]) for e, calls in mesh.ledger.calls.items()}
+    return found, entries
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no_sp"])
+@pytest.mark.parametrize(("world", "rows", "chunks"), [(2, 28, 3), (2, 6, 8), (3, 21, 2), (4, 40, 1), (4, 4, 4)])
+def test_chunked_equals_none_and_sends_the_same(world, rows, chunks, sequence_parallel):
+    settings = {"sequence_parallel": sequence_parallel, "num_rows": rows, "dtype": torch.float64}
+    expected = run_ranks(world, run_backend, NO_OVERLAP, settings)
+    found = run_ranks(world, run_backend, Chunked(chunks), settings)
+    again = run_ranks(world, run_backend, Chunked(chunks), settings)
+    for (values, entries), (truth, counted), (repeated, _) in zip(found, expected, again, strict=True):
+        assert entries == counted
+        assert len(entries) == (4 if sequence_parallel else 2)
+        assert torch.equal(values["full"], truth["full"])
+        for name, value in truth.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(values[name], repeated[name]), f"{name} differs between two runs"
+    if not sequence_parallel:
+        for name in ("out", "out no bias", "dx"):
+            assert all(torch.equal(values[name], found[0][0][name]) for values, _ in found), f"{name} differs by rank"
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no_sp"])
+def test_chunked_rounds_bf16_no_more_than_none(sequence_parallel):
+    """Against float64 from the same rounded inputs; with sequence parallel, sums are in fp32 and rounded once."""
+    errors = {}
+    settings = {"sequence_parallel": sequence_parallel, "num_rows": 24}
+    truth = run_ranks(3, run_backend, NO_OVERLAP, settings | {"dtype": torch.float64, "rounded": torch.bfloat16})
+    for backend in (NO_OVERLAP, Chunked(2)):
+        ranks = run_ranks(3, run_backend, backend, settings | {"dtype": torch.bfloat16})
+        pairs = [(r[0][name], t[0][name]) for r, t in zip(ranks, truth, strict=True) for name in ("y", "out", "dx")]
+        errors[backend.name] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    assert 1e-3 < errors["none"] < 2e-2
+    assert errors["chunked"] <= 1.2 * errors["none"]
