@@ -75,6 +75,11 @@ class RowGather:
             swap.received()
             yield rows
 
+    def others(self) -> list[slice]:
+        """All rows of `full` but the own ones, in at most two runs."""
+        runs = [slice(0, self.own.start), slice(self.own.stop, self.full.shape[0])]
+        return [rows for rows in runs if rows.start < rows.stop]
+
     def finish(self) -> Tensor:
         """The whole `full`; afterwards the shard may be changed."""
         for _, swap in self._swaps:

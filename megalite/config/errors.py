@@ -140,6 +140,8 @@ def _expected_form(form: dict[str, Any]) -> str:
             parts = form.get("prefixItems")
             length = f" of {len(parts)}" if parts else ""
             return f"a list{length}, each {expected(parts[0] if parts else form['items'])}"
+        case "object" if isinstance(values := form.get("additionalProperties"), dict):
+            return f"a mapping of names, each to {expected(values)}"
     return f"a mapping with the keys {', '.join(form.get('properties', {}))}"
 
 
@@ -157,12 +159,17 @@ def _properties(schema: dict[str, Any]) -> dict[str, Any]:
     return {name: field for form in _forms(schema) for name, field in form.get("properties", {}).items()}
 
 
+def _any_key(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of every value of a mapping whose keys are free."""
+    return next(values for form in _forms(schema) if isinstance(values := form.get("additionalProperties"), dict))
+
+
 def _schema_at(path: tuple[str | int, ...]) -> dict[str, Any]:
     """The JSON schema of a field, by its path."""
     schema = json_schema()
     for part in path:
         if isinstance(part, str):
-            schema = _properties(schema)[part]
+            schema = _properties(schema).get(part) or _any_key(schema)
         else:
             form = next(form for form in _forms(schema) if form.get("type") == "array")
             parts = form.get("prefixItems")

@@ -13,7 +13,7 @@ from megalite.config.errors import ConfigError, error_path, field_problems, with
 from megalite.config.presets import find_config
 from megalite.config.rules import problems
 from megalite.config.schema import Config
-from megalite.config.source import SourceError, Tree, apply_override, origins, plain, read_file, to_yaml
+from megalite.config.source import SourceError, Tree, apply_override, leaves, plain, read_file, to_yaml
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     except SourceError as error:
         raise ConfigError([str(error)]) from None
     tree, refused = _apply(tree, overrides)
-    given = dict(origins(tree))
-    config = check(plain(tree), given, name=str(path), found=refused)
-    return Loaded(config, {name: at for name, at in given.items() if not _is_null(tree, name)})
-
-
-def _is_null(tree: Tree, name: str) -> bool:
-    """A value given as null is the same as one left out."""
-    at: Any = tree
-    for part in name.split("."):
-        at = at[part]
-    return at.value is None
+    found = dict(leaves(tree))
+    config = check(plain(tree), {name: leaf.origin for name, leaf in found.items()}, name=str(path), found=refused)
+    # a value given as null is the same as one left out
+    return Loaded(config, {name: leaf.origin for name, leaf in found.items() if leaf.value is not None})
 
 
 def _apply(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:

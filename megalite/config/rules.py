@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megalite.config.overlap import overlap_problems
 from megalite.config.pipeline import schedule_problems
 from megalite.config.recompute import recompute_problems
 from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling
@@ -25,6 +26,7 @@ def problems(config: Config) -> list[str]:
         *_zero(config),
         *recompute_problems(config.recompute, config.model.num_layers),
         *_kernels(config.kernels, config.model),
+        *_overlap(config),
         *_optimizer(config.optimizer),
         *_state(config),
         *_lr(config.lr, config.run.steps),
@@ -271,6 +273,21 @@ def _kernels(kernels: Kernels, model: Model) -> Iterator[str]:
     if model.dropout == 0.0 and model.attention_dropout == 0.0:
         why["dropout"] = "with model.dropout=0 and model.attention_dropout=0"
     yield from _unused(kernels, "kernels", why)
+
+
+def _overlap(config: Config) -> Iterator[str]:
+    micro = config.batch.micro_batch_size
+    if config.mesh.tp == 1:
+        names = ("chunks", "sites") if config.overlap.backend == "none" else ("backend", "chunks", "sites")
+        yield from _unused(config.overlap, "overlap", dict.fromkeys(names, "with mesh.tp=1: nothing is sent"))
+        return
+    yield from overlap_problems(
+        config.overlap,
+        activation=config.model.activation,
+        tp=config.mesh.tp,
+        sequence_parallel=config.sequence_parallel,
+        rows=micro * config.batch.seq_len if micro else None,
+    )
 
 
 def _optimizer(optimizer: Optimizer) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from megalite.config.fields import Flag, NonNegative, Positive, Probability, Real, Section, Seed, Share
+from megalite.config.overlap import Overlap
 from megalite.config.pipeline import equal_sizes, layout_sizes
 from megalite.config.recompute import Recompute, recompute_ops
 from megalite.observe.flops import ModelShape
@@ -301,13 +302,6 @@ class Comm(Section):
 
     cpu_backend: Literal["auto", "gloo"] = "auto"
     """Transport of collectives between CPU ranks."""
-
-
-class Overlap(Section):
-    """Communication under computation."""
-
-    backend: Literal["auto", "none"] = "auto"
-    """How tp collectives are overlapped with their GEMM."""
 
 
 class Kernels(Section):

@@ -166,13 +166,13 @@ def plain(tree: Any) -> Any:
     return {key: plain(value) for key, value in tree.items()} if isinstance(tree, dict) else tree.value
 
 
-def origins(tree: Tree, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, origin) of each leaf."""
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    """(dotted name, leaf) of each leaf."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from origins(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value.origin
+            yield f"{prefix}{key}", value
 
 
 class _Loader(yaml.SafeLoader):

@@ -86,9 +86,7 @@ def make_qkv(name: str, context: ModelContext) -> ColumnParallelLinear:
     bias = (
         ParamSpec(qkv_parts(name, "bias", (), context), "bias", init="zeros", tp_reduce=reduce) if model.bias else None
     )
-    return ColumnParallelLinear(
-        weight, bias, tp=context.tp, dtype=context.dtype, site="attention.qkv", wgrad=context.kernels["wgrad"]
-    )
+    return ColumnParallelLinear(weight, bias, **context.linear("attention.qkv"))
 
 
 def qkv_parts(name: str, attribute: str, columns: tuple[int, ...], context: ModelContext) -> tuple[Part, Part, Part]:
@@ -117,14 +115,7 @@ def make_out(name: str, context: ModelContext) -> RowParallelLinear:
     model = context.model
     part = split(f"{name}.out.weight", (model.hidden_size, model.num_heads * model.head_dim), dim=1, tp=context.tp)
     weight = ParamSpec((part,), "linear", init_std=context.residual_std)
-    return RowParallelLinear(
-        weight,
-        residual_bias(f"{name}.out", context),
-        tp=context.tp,
-        dtype=context.dtype,
-        site="attention.out",
-        wgrad=context.kernels["wgrad"],
-    )
+    return RowParallelLinear(weight, residual_bias(f"{name}.out", context), **context.linear("attention.out"))
 
 
 def residual_bias(name: str, context: ModelContext) -> ParamSpec | None:

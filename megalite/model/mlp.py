@@ -54,14 +54,7 @@ def make_wide(name: str, stacked: tuple[str, ...], context: ModelContext) -> Col
 
     weight = ParamSpec(parts("weight", (model.hidden_size,)), "linear", init_std=model.init_std)
     bias = ParamSpec(parts("bias", ()), "bias", init="zeros") if model.bias else None
-    return ColumnParallelLinear(
-        weight,
-        bias,
-        tp=context.tp,
-        dtype=context.dtype,
-        site=f"mlp.{'_'.join(stacked)}",
-        wgrad=context.kernels["wgrad"],
-    )
+    return ColumnParallelLinear(weight, bias, **context.linear(f"mlp.{'_'.join(stacked)}"))
 
 
 def make_down(name: str, context: ModelContext) -> RowParallelLinear:
@@ -69,11 +62,4 @@ def make_down(name: str, context: ModelContext) -> RowParallelLinear:
     model = context.model
     part = split(f"{name}.down.weight", (model.hidden_size, model.ffn_size), dim=1, tp=context.tp)
     weight = ParamSpec((part,), "linear", init_std=context.residual_std)
-    return RowParallelLinear(
-        weight,
-        residual_bias(f"{name}.down", context),
-        tp=context.tp,
-        dtype=context.dtype,
-        site="mlp.down",
-        wgrad=context.kernels["wgrad"],
-    )
+    return RowParallelLinear(weight, residual_bias(f"{name}.down", context), **context.linear("mlp.down"))

@@ -47,6 +47,7 @@ def shrink(config: Config, compute: Compute) -> Shrunk:
     values["model"]["num_layers"] = _num_layers(config, values)
     values["recompute"] = _recompute(config, values["model"]["num_layers"])
     values["batch"] = _batch(config, values)
+    values["overlap"] |= _overlap(config, values)
     longer = config.model.max_seq_len > config.batch.seq_len
     values["model"]["max_seq_len"] = values["batch"]["seq_len"] + (4 if longer else 0)
     reduce = "fp32" if compute == "fp64" else config.precision.reduce  # fp32: gradients keep the main dtype
@@ -66,7 +67,7 @@ def one_device(layout: Config) -> Config:
     values = layout.model_dump(mode="json")
     total = values["batch"]["global_batch_size"]
     values["batch"] |= {"micro_batch_size": total, "num_microbatches": 1}
-    values |= {"mesh": {}, "pipeline": {}, "zero": {"stage": 0}, "recompute": "none"}
+    values |= {"mesh": {}, "pipeline": {}, "zero": {"stage": 0}, "recompute": "none", "overlap": {}}
     values["precision"]["reduce"] = "fp32"
     return check(values, {}, name="the one-device config")
 
@@ -160,6 +161,13 @@ def _batch(config: Config, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _overlap(config: Config, values: dict[str, Any]) -> dict[str, Any]:
+    """Not more pieces than rows."""
+    chunks, batch = config.overlap.chunks, values["batch"]
+    rows = batch["micro_batch_size"] * batch["seq_len"] // values["mesh"]["tp"]
+    return {"chunks": None if chunks is None else min(chunks, rows)}
+
+
 def _optimizer(config: Config) -> dict[str, Any]:
     optimizer = config.optimizer
     on_cpu = optimizer.implementation in ("auto", "reference", "native")
@@ -172,7 +180,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     return changed
 
 
-SHOWN = ("mesh", "pipeline", "zero", "model", "batch", "precision", "kernels", "optimizer", "lr")
+SHOWN = ("mesh", "pipeline", "zero", "model", "batch", "precision", "kernels", "overlap", "optimizer", "lr")
 
 
 def _notes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ RECOMPUTE_LIST = (
     'recompute=[{"layers":[0,1],"ops":["attention","mlp"]},{"layers":[1,2],"ops":"full"},'
     '{"layers":[3,4],"ops":["activation"]}]'
 )
+CHUNKED = "overlap.backend=chunked overlap.chunks=2"
 Masks = Literal["full", "uneven", "documents"]
 
 
@@ -182,6 +183,20 @@ LAYOUTS = {
     ),
     "dp2-tp4-kv2-zero3-sgd": Layout(f"mesh.dp=2 mesh.tp=4 zero.stage=3 {SGD}"),
     "dp2-tp2-zero3-recompute-list": Layout(f"mesh.dp=2 mesh.tp=2 zero.stage=3 {RECOMPUTE_LIST}", "documents"),
+    # tp collectives in pieces under their GEMMs
+    "tp2-chunked-gpt-bias": Layout(f"mesh.tp=2 {CHUNKED} {GPT} model.bias=true"),
+    "tp2-no-sp-chunked-sgd": Layout(f"mesh.tp=2 mesh.sequence_parallel=false {CHUNKED} overlap.chunks=4 {SGD}"),
+    "tp4-kv2-chunked": Layout(f"mesh.tp=4 {CHUNKED}"),
+    "pp2-tp2-interleaved-chunked-sgd": Layout(f"mesh.pp=2 mesh.tp=2 {INTERLEAVED} {CHUNKED} {SGD}"),
+    "pp2-tp2-zbv-chunked-selective": Layout(f"mesh.pp=2 mesh.tp=2 {ZBV} {CHUNKED} recompute=selective"),
+    "dp2-pp2-tp2-zero3-forward-chunked": Layout(
+        f"mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 zero.reshard_after=forward {CHUNKED}", "documents"
+    ),
+    "tp2-overlap-per-site": Layout(
+        "mesh.tp=2 overlap.backend=none overlap.chunks=3 overlap.sites.attention.qkv.backward=chunked "
+        "overlap.sites.mlp.down.forward=chunked overlap.sites.attention.out.backward=chunked "
+        "overlap.sites.mlp.gate_up.forward=chunked batch.micro_batch_size=2"
+    ),
     # optimizer state on the host
     "dp2-zero1-offload": Layout("mesh.dp=2 zero.stage=1 zero.offload_optimizer=cpu"),
     "dp2-tp2-zero3-offload-main": Layout(
@@ -199,6 +214,9 @@ LAYOUTS = {
     ),
     "dropout-pp2-zb_h1-tp2-recompute-list": Layout(
         f"mesh.pp=2 mesh.tp=2 {RECOMPUTE_LIST} pipeline.schedule=zb_h1 model.dropout=0.1 model.attention_dropout=0.1"
+    ),
+    "dropout-tp2-chunked-full-recompute": Layout(
+        f"mesh.tp=2 {CHUNKED} recompute=full model.dropout=0.1 model.attention_dropout=0.1"
     ),
     # float32
     "fp32-tp2": Layout(f"mesh.tp=2 precision.compute=fp32 {SGD}"),

@@ -155,6 +155,8 @@ def test_the_table_covers_every_axis_alone_and_together():
         seen |= {"no sp"} if mesh.tp > 1 and not mesh.sequence_parallel else set()
         seen |= {"vocab padded"} if config.model.vocab_size % mesh.tp else set()
         seen |= {f"hsdp-zero{zero.stage}"} if layout.dp[0] > 1 and layout.dp[1] > 1 else set()
+        ways = {config.overlap.backend, *config.overlap.sites.values()} if mesh.tp > 1 else set()
+        seen |= {f"overlap-{way}-sp-{config.sequence_parallel}" for way in ways}
         seen |= {"few"} if config.batch.num_microbatches < mesh.pp else set()
         seen |= {"odd"} if config.batch.num_microbatches % mesh.pp else set()
     wanted = {f"{axis}{size}" for axis in ("tp", "pp", "dp", "virtual") for size in (1, 2, 4)}
@@ -163,5 +165,6 @@ def test_the_table_covers_every_axis_alone_and_together():
     wanted |= {"zero0-tp1-pp1", "zero1-tp2-pp2", "zero2-tp2-pp2", "zero3-tp2-pp1", "zero3-tp1-pp2", "zero3-tp2-pp2"}
     wanted |= {"zero0-step", "zero1-step", "zero2-step", "zero2-microbatch", "zero3-step", "zero3-microbatch"}
     wanted |= {"forward", "microbatch", "step", "kv < tp", "no sp", "vocab padded", "few", "odd"}
+    wanted |= {f"overlap-{way}" for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False")}
     wanted |= {"hsdp-zero1", "hsdp-zero2", "hsdp-zero3"}
     assert wanted <= seen, wanted - seen

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh import Sizes
-from megalite.parallel.tp.overlap.base import Overlap
+from megalite.parallel.tp.overlap.base import ALL_ROWS, Overlap
 from megalite.parallel.tp.overlap.chunked import Chunked
 from megalite.parallel.tp.overlap.none import NO_OVERLAP
 from megalite.parallel.tp.rows import TensorParallel
@@ -44,7 +44,7 @@ def four_functions(overlap: Overlap, tp: TensorParallel, settings: dict[str, Any
         dy, wide, tp=tp, site="up.backward", meanwhile=lambda: dy.t().mm(found["full"])
     )
     found["dhidden"], found["wgrad"] = overlap.gather_dgrad(
-        x, tall, tp=tp, site="down.backward", meanwhile=lambda full: full.t().mm(hidden)
+        x, tall, tp=tp, site="down.backward", meanwhile=lambda full, rows=ALL_ROWS: full[rows].t().mm(hidden[rows])
     )
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalite.kernels.wgrad import accumulate_bias, accumulate_wgrad
 from megalite.kernels.wgrad import reference as wgrad_reference
 from megalite.parallel.spec import ParamSpec
-from megalite.parallel.tp.overlap.base import Passes
+from megalite.parallel.tp.overlap.base import ALL_ROWS, Passes
 from megalite.parallel.tp.overlap.none import PLAIN
 from megalite.parallel.tp.rows import TensorParallel, empty_param
 from megalite.parallel.tp.specs import local_shape
@@ -62,9 +62,9 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,), layer, weight, activation = ctx.saved_tensors, ctx.layer, ctx.weight, ctx.activation
 
-        def weight_grad(full: Tensor) -> Tensor | None:
-            active = x if activation is None else activation.forward(x)
-            return accumulate_wgrad(weight, full, active, impl=layer.wgrad)
+        def weight_grad(full: Tensor, rows: slice = ALL_ROWS) -> Tensor | None:
+            active = x[rows] if activation is None else activation.forward(x[rows])
+            return accumulate_wgrad(weight, full[rows], active, impl=layer.wgrad)
 
         site = f"{layer.site}.backward"
         dx, dweight = layer.overlap.backward.gather_dgrad(dy, weight, tp=layer.tp, site=site, meanwhile=weight_grad)

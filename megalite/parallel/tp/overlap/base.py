@@ -14,6 +14,16 @@ from torch import Tensor
 from megalite.parallel.tp.rows import TensorParallel
 
 T = TypeVar("T")
+ALL_ROWS = slice(None)
+
+
+class WeightGrad(Protocol):
+    """A row linear's weight gradient from gathered rows."""
+
+    def __call__(self, full: Tensor, rows: slice = ALL_ROWS) -> Tensor | None:
+        """The share of `rows` of the gathered dy (M, N); None when it went into a main gradient. A backend takes every
+        row once, in one call or several, and returns the sum of the shares. The call may keep `full`."""
+        ...
 
 
 class Overlap(Protocol):
@@ -43,10 +53,10 @@ class Overlap(Protocol):
         ...
 
     def gather_dgrad(
-        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: Callable[[Tensor], T]
-    ) -> tuple[Tensor, T]:
-        """Row backward: dy (M/tp, N), weight (N, K/tp) -> gathered dy @ weight (M, K/tp), and what `meanwhile` (the
-        weight gradient) returns for the gathered dy (M, N), which it may keep."""
+        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: WeightGrad
+    ) -> tuple[Tensor, Tensor | None]:
+        """Row backward: dy (M/tp, N), weight (N, K/tp) -> gathered dy @ weight (M, K/tp), and the weight gradient,
+        which may run under the gather on rows that are there."""
         ...
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm.pieces import RowAllReduce, RowGather, RowReduceScatter
-from megalite.parallel.tp.overlap.base import T
+from megalite.parallel.tp.overlap.base import T, WeightGrad
 from megalite.parallel.tp.overlap.none import NO_OVERLAP
 from megalite.parallel.tp.rows import TensorParallel, check_divisible
 
@@ -53,22 +53,37 @@ class Chunked:
         return reduction.finish(), result
 
     def gather_dgrad(
-        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: Callable[[Tensor], T]
-    ) -> tuple[Tensor, T]:
-        """See Overlap."""
+        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: WeightGrad
+    ) -> tuple[Tensor, Tensor | None]:
+        """See Overlap. The weight gradient of the own rows runs under the gather, too."""
         if not tp.sequence_parallel:
             return NO_OVERLAP.gather_dgrad(dy, weight, tp=tp, site=site, meanwhile=meanwhile)
-        dx, gather = self._gather_multiply(dy, weight, None, tp=tp, site=site)
-        return dx, meanwhile(gather.finish())
+        shares: list[Tensor | None] = []
+        dx, gather = self._gather_multiply(
+            dy, weight, None, tp=tp, site=site, meanwhile=lambda full, rows: shares.append(meanwhile(full, rows))
+        )
+        for rows in gather.others():
+            shares.append(meanwhile(gather.full, rows))
+        gather.finish()
+        return dx, None if shares[0] is None else torch.stack(shares).sum(0)
 
     def _gather_multiply(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        *,
+        tp: TensorParallel,
+        site: str,
+        meanwhile: Callable[[Tensor, slice], None] | None = None,
     ) -> tuple[Tensor, RowGather]:
-        """Gathered x @ matrix + bias; the gather may still be sending."""
+        """Gathered x @ matrix + bias; `meanwhile` gets the own rows. All has arrived; the own rows may still leave."""
         x = x.contiguous()
         gather = RowGather(x, tp.group, site=site, num_pieces=self.num_chunks)
         y = x.new_empty(gather.full.shape[0], matrix.shape[1])
         _multiply(x, matrix, bias, out=y[gather.own])
+        if meanwhile is not None:
+            meanwhile(gather.full, gather.own)
         for rows in gather.arrivals():
             _multiply(gather.full[rows], matrix, bias, out=y[rows])
         return y, gather

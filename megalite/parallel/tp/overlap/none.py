@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.parallel.tp.overlap.base import Passes, T
+from megalite.parallel.tp.overlap.base import Passes, T, WeightGrad
 from megalite.parallel.tp.rows import TensorParallel, gather_rows, reduce_rows, start_reduce_rows
 
 
@@ -41,8 +41,8 @@ class NoOverlap:
         return dx, result
 
     def gather_dgrad(
-        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: Callable[[Tensor], T]
-    ) -> tuple[Tensor, T]:
+        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: WeightGrad
+    ) -> tuple[Tensor, Tensor | None]:
         """See Overlap."""
         full = gather_rows(dy, tp, site=site)
         result = meanwhile(full)
