@@ -1,11 +1,13 @@
 """What a kernel is told of its peers, and the host's look at waits that gave up. Needs no triton.
 
 [Note: one call] Each op on a symmetric buffer goes through the same phases, call after call, in one order on all ranks:
-begin   epoch := e, then wait until every peer has set DONE to at least e - num_buffers here: all have read this buffer
+begin   epoch := e, then wait until every peer has set DONE here to at least the epoch that last used this buffer (e - 2
+        when two buffers alternate): all have read what it held
 main    data is written, then READY := e is released at those who read it; they acquire READY before they read
 finish  everything that reads peer-written data is over on this rank's stream: DONE := e at every peer
 A flag has one writer, is never reset and is compared as a signed difference, so that epochs may wrap. Begin and finish
-are kernels of one program; the epoch is read from device memory.
+are kernels of one program; epochs lie in device memory, so that a captured graph may be replayed with any rotation of
+buffers, if all ranks replay the same.
 
 [Note: who may spin] A wait can last as long as a peer takes, so it must not keep from running what ends it. Begin waits
 for calls that are over here, so nothing of this call ends it. Gates of AG+GEMM wait for copies, enqueued before the
@@ -38,6 +40,7 @@ class Peers:
     epoch:         (1,) int32, calls begun.
     counters:      (W + 1,) int32 of this rank alone, zero after begin.
     errors:        (6,) int32 of this rank alone: 1 after a wait gave up, rank, peer, column, expected, got.
+    used:          (num_buffers,) int32 of this rank alone, the epoch that last used each buffer.
     limit:         how often a wait looks before it gives up.
     share:         ranks that run on this device at the same time.
     """
@@ -49,8 +52,8 @@ class Peers:
     epoch: Tensor
     counters: Tensor
     errors: Tensor
+    used: Tensor
     limit: int
-    num_buffers: int
     share: int = 1
 
 

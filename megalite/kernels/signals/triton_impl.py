@@ -45,24 +45,17 @@ def set_flag(flag_pointers, peer, rank, column, value, NUM_FLAGS: tl.constexpr):
     tl.atomic_xchg(flags + rank * NUM_FLAGS + column, value, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["rank", "limit"])
+@triton.jit(do_not_specialize=["index", "rank", "limit"])
 def _begin(
-    epoch,
-    flags,
-    counters,
-    errors,
-    rank,
-    limit,
-    SIZE: tl.constexpr,
-    NUM_FLAGS: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr,
+    epoch, used, flags, counters, errors, index, rank, limit, SIZE: tl.constexpr, NUM_FLAGS: tl.constexpr
 ):
     now = tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu") + 1
+    before = tl.atomic_xchg(used + index, now, sem="relaxed", scope="gpu")
     for counter in range(SIZE + 1):
         tl.store(counters + counter, 0)
     for peer in range(SIZE):
         if peer != rank:
-            wait_flag(flags, peer, DONE, now - NUM_BUFFERS, errors, rank, limit, NUM_FLAGS)
+            wait_flag(flags, peer, DONE, before, errors, rank, limit, NUM_FLAGS)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -73,18 +66,19 @@ def _finish(epoch, flag_pointers, rank, SIZE: tl.constexpr, NUM_FLAGS: tl.conste
             set_flag(flag_pointers, peer, rank, DONE, now, NUM_FLAGS)
 
 
-def begin(peers: Peers) -> None:
-    """Start a call: the next epoch, zero counters, and every peer is done with the buffer of this call."""
+def begin(peers: Peers, index: int) -> None:
+    """Start a call on buffer `index`: the next epoch, zero counters, and every peer is done with that buffer."""
     _begin[(1,)](
         peers.epoch,
+        peers.used,
         peers.flags,
         peers.counters,
         peers.errors,
+        index,
         peers.rank,
         peers.limit,
         SIZE=peers.size,
         NUM_FLAGS=peers.flags.shape[1],
-        NUM_BUFFERS=peers.num_buffers,
         num_warps=1,
     )
 
@@ -96,17 +90,18 @@ def finish(peers: Peers) -> None:
     )
 
 
-WAITS = (r"LDG?\.E\.STRONG\.SYS|ATOMG?\.E\.ADD\.STRONG\.SYS", r"CCTL\.IVALL")
-"""SASS of an acquire at system scope; the L1 forgets what it has."""
-SIGNALS = (r"MEMBAR\S*\.SYS", r"ATOMG?\.E\.EXCH\.STRONG\.SYS|RED\S*\.STRONG\.SYS")
+WAITS = (r"LDG\.E\.STRONG\.SYS", r"CCTL\.IVALL")
+"""SASS of an acquire at system scope: the load, then the L1 forgets what it has."""
+SIGNALS = (r"MEMBAR\.\S*SYS", r"EXCH\.STRONG\.SYS")
 """SASS of a release at system scope."""
 
 COMPILE = [
     CompileCase(
         _begin,
         name="signals/begin",
-        signature={"epoch": "*i32", "flags": "*i32", "counters": "*i32", "errors": "*i32", "rank": "i32", "limit": "i32"},
-        constexprs={"SIZE": 8, "NUM_FLAGS": 64, "NUM_BUFFERS": 2},
+        signature=dict.fromkeys(("epoch", "used", "flags", "counters", "errors"), "*i32")
+        | dict.fromkeys(("index", "rank", "limit"), "i32"),
+        constexprs={"SIZE": 8, "NUM_FLAGS": 64},
         num_warps=1,
         expect={"sm_80": WAITS, "sm_90": WAITS},
     ),
