@@ -87,8 +87,9 @@ def triton_jobs(modules: Iterable[str]) -> list[Job]:
     triton = importlib.import_module("triton")
     jobs = []
     for name in modules:
-        for case in importlib.import_module(name).COMPILE:
+        for listed in importlib.import_module(name).COMPILE:
             for arch in ARCHS:
+                case = listed.on(arch)
                 expect = tuple(case.expect.get(arch, ()))
                 settings = [case.signature, case.constexprs, case.num_warps, case.num_stages, case.attrs, expect, arch]
                 key = digest(triton.__version__, jit(case).cache_key, repr(settings))
@@ -183,7 +184,7 @@ def run(job: Job) -> Result:
     try:
         if job.triton:
             case = next(c for c in importlib.import_module(job.source).COMPILE if c.name == job.name)
-            cubin, shared = compile_triton(case, job.arch)
+            cubin, shared = compile_triton(case.on(job.arch), job.arch)
             result = inspect(cubin, expect=job.expect, shared=shared)
         else:
             result = inspect(compile_cuda(Path(job.source), job.arch, find_nvcc()), expect=job.expect)

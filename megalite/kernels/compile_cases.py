@@ -4,7 +4,7 @@ Each `triton_impl.py` lists its kernels in `COMPILE`. This module needs no trito
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ARCHS = ("sm_80", "sm_90")
@@ -22,6 +22,7 @@ class CompileCase:
     constexprs: argument -> value.
     attrs:      arguments whose value (pointers: address) is divisible by 16, as torch's allocations are.
     expect:     architecture -> patterns that its SASS must contain, e.g. {"sm_80": (r"LDG\\.E\\.128",)}.
+    tuned:      architecture -> what a launch there gives instead: constexprs, num_warps, num_stages.
     """
 
     kernel: Any
@@ -32,3 +33,8 @@ class CompileCase:
     num_stages: int = 2
     attrs: tuple[str, ...] = ()
     expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def on(self, arch: str) -> "CompileCase":
+        """The case as it is launched on one architecture."""
+        return replace(self, **self.tuned.get(arch, {}), tuned={})

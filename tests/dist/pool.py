@@ -59,6 +59,9 @@ def run_ranks(world: int, fn: Callable, *args: Any, timeout_s: float = 60.0) -> 
 class Server:
     """The test process's side of the forking server; started by the first use or by `start()`."""
 
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "1"}
+    """Of the ranks; triton reads its when it is imported, which no rank does by itself."""
+
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.control: Connection | None = None
@@ -77,7 +80,7 @@ class Server:
             [sys.executable, "-c", f"from tests.dist.zygote import serve; serve({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
             cwd=root,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root},
+            env=os.environ | self.environment | {"PYTHONPATH": root},
         )
         theirs.close()
         atexit.register(self.stop)

@@ -1,0 +1,199 @@
+"""Fused kernels over a symmetric heap: the transfer of a tp linear runs inside its GEMM.
+
+With sequence parallel AG+GEMM and GEMM+RS, without it GEMM+AR. Channels are made at the first call of each shape, in
+the same order on all ranks. A product or a sum is rounded as in `none`, and the ledger counts the same bytes.
+Memory: per shape of call two symmetric tensors and, where sums are made, one to pull into; they are kept.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.comm.symmetric import Heap, open_heap, shm_missing, symmetric_missing
+from megalite.kernels.registry import interpreting, load, triton_missing
+from megalite.kernels.signals import Failures
+from megalite.mesh import Group
+from megalite.parallel.tp.overlap.base import T
+from megalite.parallel.tp.overlap.symm_call import Channel, Push, Setting
+from megalite.parallel.tp.rows import TensorParallel
+
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETER_DTYPES = (torch.float64, torch.float32, torch.float16)
+
+
+def symm_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `symm` can't run on this device in this compute dtype, or None; the same on all ranks of a job."""
+    if reason := triton_missing():
+        return reason
+    if device.type == "cpu" and not interpreting():
+        return "its kernels need a GPU, or on the CPU Triton's interpreter (TRITON_INTERPRET=1, slow: for tests)"
+    if device.type == "cpu" and dtype not in INTERPRETER_DTYPES:
+        return f"Triton's interpreter is silently wrong in {_word(dtype)}; use precision.compute=fp32 on the CPU"
+    if device.type == "cuda" and dtype not in GPU_DTYPES:
+        return f"its kernels sum in fp32, and precision.compute is {_word(dtype)}"
+    return (shm_missing if device.type == "cpu" else symmetric_missing)(device)
+
+
+def open_symm(group: Group, *, device: torch.device, dtype: torch.dtype, timeout_s: float) -> "SymmOverlap":
+    """The backend over a new heap of the tp group; collective.
+
+    Args:
+        dtype:     precision.compute.
+        timeout_s: about how long a kernel waits for a peer.
+
+    Raises:
+        ValueError: it can't run here, with the reason and the way out.
+    """
+    if reason := symm_missing(device, dtype):
+        raise ValueError(f"overlap.backend=symm is not possible: {reason}; use overlap.backend=auto, chunked or none")
+    return SymmOverlap(open_heap(group, device=device, timeout_s=timeout_s), ranks=group.ranks, timeout_s=timeout_s)
+
+
+class SymmOverlap:
+    """The backend `symm` of one tp group. All ranks call it in the same order with the same shapes."""
+
+    name = "symm"
+
+    def __init__(self, heap: Heap, *, ranks: tuple[int, ...], timeout_s: float, share: int = 1):
+        """`ranks` are the group's global ranks, `share` of which run on this device at the same time."""
+        self.heap = heap
+        failures = Failures(heap.device, ranks=ranks, timeout_s=timeout_s)
+        self.setting = Setting(heap, _kernels("signals"), failures, timeout_s, share)
+        self.push = Push(heap.device)
+        self.channels: dict[tuple, Channel] = {}
+
+    def gather_gemm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """See Overlap."""
+        if not tp.sequence_parallel:
+            return F.linear(x, weight, bias), x
+        return self._gather(x, weight, bias, tp=tp, site=site, transposed=False)
+
+    def gemm_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str) -> Tensor:
+        """See Overlap."""
+        if tp.size == 1:
+            return F.linear(x, weight, bias)
+        return self._reduce(x, weight, bias, tp=tp, site=site, transposed=False)
+
+    def dgrad_reduce(
+        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
+        """See Overlap: the sum is under dx's own product, so `meanwhile` comes after."""
+        dx = dy.mm(weight) if tp.size == 1 else self._reduce(dy, weight, None, tp=tp, site=site, transposed=True)
+        return dx, meanwhile()
+
+    def gather_dgrad(
+        self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: Callable[[Tensor], T]
+    ) -> tuple[Tensor, T]:
+        """See Overlap."""
+        if not tp.sequence_parallel:
+            return dy.mm(weight), meanwhile(dy)
+        dx, full = self._gather(dy, weight, None, tp=tp, site=site, transposed=True)
+        return dx, meanwhile(full)
+
+    def close(self) -> None:
+        """Forget the buffers; after the last call on every rank.
+
+        Raises:
+            RuntimeError: a wait of the last calls gave up.
+        """
+        torch.get_device_module(self.heap.device).synchronize()
+        self.setting.failures.check()
+        self.channels.clear()
+        self.heap.close()
+
+    def _gather(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str, transposed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """All rows times the weight, and a copy of all rows, which may be kept: peers write their buffer again."""
+        tp.group.ledger.record(tp.group.axis, "all_gather", site, (tp.size - 1) * x.nbytes)
+        x, weight = x.contiguous(), weight.contiguous()
+        rows, width = x.shape
+        channel = self._channel("gather", (tp.size * rows, width), x.dtype)
+        index = channel.begin()
+        sent = self.push.start(x, channel, index)
+        gathered = channel.buffer.local[index]
+        y = _kernels("gather_gemm").forward(x, gathered, weight, bias, peers=channel.peers, transposed=transposed)
+        self.push.join(sent)
+        full = torch.cat([gathered[: tp.rank * rows], x, gathered[(tp.rank + 1) * rows :]])
+        channel.finish()
+        return y, full
+
+    def _reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str, transposed: bool
+    ) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        rows, width = x.shape[0], weight.shape[1 if transposed else 0]
+        step = self._scatter if tp.sequence_parallel else self._all_reduce
+        segment = -(-rows // tp.size)
+        full_bytes = rows * width * x.itemsize
+        if not tp.sequence_parallel:
+            sent = 2 * (tp.size - 1) * full_bytes // tp.size
+            tp.group.ledger.record(tp.group.axis, "all_reduce", site, sent)
+        elif rows % tp.size:
+            raise ValueError(
+                f"micro_batch_size * seq_len = {rows} rows are not divisible by mesh.tp={tp.size}; "
+                "use a multiple, or mesh.sequence_parallel=false"
+            )
+        else:
+            tp.group.ledger.record(tp.group.axis, "reduce_scatter", site, (tp.size - 1) * full_bytes // tp.size)
+        return step(x, weight, bias, segment=segment, width=width, transposed=transposed)
+
+    def _scatter(self, x, weight, bias, *, segment: int, width: int, transposed: bool) -> Tensor:
+        size = self.heap.size
+        channel = self._channel("scatter", (len(x), width), x.dtype, staging=(size - 1, segment, width))
+        index = channel.begin()
+        buffer = channel.buffer
+        y = _kernels("gemm_scatter").forward(
+            x,
+            weight,
+            bias,
+            partial=buffer.local[index],
+            staging=channel.staging,
+            pointers=buffer.pointers[index],
+            peers=channel.peers,
+            transposed=transposed,
+        )
+        channel.finish()
+        return y
+
+    def _all_reduce(self, x, weight, bias, *, segment: int, width: int, transposed: bool) -> Tensor:
+        size = self.heap.size
+        shape, staging = (2, size * segment, width), (size - 1, segment, width)
+        channel = self._channel("all_reduce", shape, x.dtype, staging=staging)
+        index = channel.begin()
+        buffer = channel.buffer
+        y = _kernels("gemm_all_reduce").forward(
+            x,
+            weight,
+            bias,
+            buffer=buffer.local[index],
+            staging=channel.staging,
+            pointers=buffer.pointers[index],
+            peers=channel.peers,
+            transposed=transposed,
+        )
+        channel.finish()
+        return y
+
+    def _channel(
+        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, staging: tuple[int, ...] | None = None
+    ) -> Channel:
+        key = (kind, shape, dtype)
+        if key not in self.channels:
+            self.channels[key] = Channel(self.setting, shape, dtype, staging=staging)
+        return self.channels[key]
+
+
+def _kernels(op: str) -> ModuleType:
+    module, reason = load(op, "triton")
+    assert module is not None, reason
+    return module
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
