@@ -1,8 +1,8 @@
 // A stand-in for the CUDA runtime that runs a kernel's blocks on host threads: one std::thread per CUDA thread of a
-// block, blocks one after the other. __syncthreads() is a barrier that orders memory; a warp shuffle is not: it passes
+// block; blocks run one after the other, or together where `emulator::resident` is set. __syncthreads() is a barrier that orders memory; a warp shuffle is not: it passes
 // values through relaxed atomics, as the hardware promises no more. So ThreadSanitizer sees a missing barrier.
 //
-// Shared memory is static storage, which is why only one block runs at a time. `emulator::dropped_line` names a
+// Shared memory is static storage, which is why usually only one block runs at a time. `emulator::dropped_line` names a
 // __syncthreads() by its line that is skipped: that is how the tests plant faults.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,11 +23,15 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __syncthreads() ::emulator::block_barrier(__LINE__)
+#define __syncthreads_or(vote) ::emulator::block_barrier(__LINE__, vote)
 
 struct float4 {
   float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
 };
 struct ushort4 {
   unsigned short x, y, z, w;
@@ -40,6 +45,7 @@ namespace emulator {
 
 constexpr int kWarp = 32;
 inline int dropped_line = 0;
+inline bool resident = false;
 
 // One value per lane of a warp: a slot holds 32 bits of the value and the number of the exchange it belongs to.
 struct Warp {
@@ -47,25 +53,30 @@ struct Warp {
   std::atomic<uint32_t> readers[2];          // lanes that have read, over all exchanges of a parity
 };
 
-// Orders memory for all threads of the block, as __syncthreads() does.
+// Orders memory for all threads of the block, as __syncthreads() does; returns whether any of them voted yes.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
-  void wait() {
+  bool wait(bool vote) {
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t phase = phase_;
+    votes_ |= vote;
     if (++arrived_ == threads_) {
       arrived_ = 0;
+      outcome_ = votes_;
+      votes_ = false;
       ++phase_;
       all_here_.notify_all();
     } else {
       all_here_.wait(lock, [&] { return phase_ != phase; });
     }
+    return outcome_;
   }
 
  private:
   const int threads_;
   int arrived_ = 0;
+  bool votes_ = false, outcome_ = false;
   uint64_t phase_ = 0;
   std::mutex mutex_;
   std::condition_variable all_here_;
@@ -83,11 +94,10 @@ struct Self {
 };
 
 inline thread_local Self self;
-inline thread_local dim3 thread_index, block_index;
-inline dim3 block_size, grid_size;
+inline thread_local dim3 thread_index, block_index, block_size, grid_size;
 
-inline void block_barrier(int line) {
-  if (line != dropped_line) self.block->barrier.wait();
+inline bool block_barrier(int line, bool vote = false) {
+  return line != dropped_line ? self.block->barrier.wait(vote) : vote;
 }
 
 // The value of lane + offset; the own one where that is beyond the warp. All lanes of a warp take part.
@@ -119,18 +129,22 @@ inline double shuffle_down(double value, unsigned offset) {
 
 // Run every block of the grid; returns when the last one is done.
 inline void run(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
-  grid_size = {blocks, 1, 1};
-  block_size = {threads, 1, 1};
-  for (unsigned b = 0; b < blocks; ++b) {
-    Block block(static_cast<int>(threads));
+  const unsigned together = resident ? blocks : 1;
+  for (unsigned first = 0; first < blocks; first += together) {
+    std::vector<std::unique_ptr<Block>> present;
     std::vector<std::thread> running;
-    for (unsigned t = 0; t < threads; ++t) {
-      running.emplace_back([&, t] {
-        self = {&block, 0};
-        thread_index = {t, 0, 0};
-        block_index = {b, 0, 0};
-        kernel();
-      });
+    for (unsigned b = first; b < first + together; ++b) {
+      present.push_back(std::make_unique<Block>(static_cast<int>(threads)));
+      for (unsigned t = 0; t < threads; ++t) {
+        running.emplace_back([&kernel, block = present.back().get(), b, t, blocks, threads] {
+          self = {block, 0};
+          thread_index = {t, 0, 0};
+          block_index = {b, 0, 0};
+          block_size = {threads, 1, 1};
+          grid_size = {blocks, 1, 1};
+          kernel();
+        });
+      }
     }
     for (std::thread& one : running) one.join();
   }
@@ -154,4 +168,10 @@ inline unsigned __float_as_uint(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
