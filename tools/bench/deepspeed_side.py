@@ -46,6 +46,6 @@ class Trainer:
     def finish(self) -> None:
         """Nothing runs on after a step."""
 
-    def sent_bytes(self) -> None:
+    def traffic(self) -> None:
         """It keeps no account."""
         return None

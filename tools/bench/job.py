@@ -12,8 +12,10 @@ import statistics
 import sys
 import time
 import traceback
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ class Block:
     cpu_s: list[float]
     wire_bytes: float | None
     peak_rss_bytes: list[int]
+    traffic: dict[str, float] | None = None
+    """Payload bytes per step over all ranks by `axis op`, where the contestant keeps an account."""
 
     @property
     def median_s(self) -> float:
@@ -72,29 +76,54 @@ class Job:
         if self.counted:
             wire = (network.sent_bytes(self.ranks.pid) - before) / number
         else:
-            wire = None if done[0].sent_bytes is None else sum(rank.sent_bytes for rank in done) / number
+            wire = None if done[0].traffic is None else sum(sum(rank.traffic.values()) for rank in done) / number
         return Block(
             losses=done[0].losses,
             wall_s=[max(times) for times in zip(*(rank.wall_s for rank in done), strict=True)],
             cpu_s=[sum(times) for times in zip(*(rank.cpu_s for rank in done), strict=True)],
             wire_bytes=wire,
             peak_rss_bytes=[rank.peak_rss_bytes for rank in done],
+            traffic=added([rank.traffic for rank in done], number),
         )
 
 
-class Ranks:
-    """Processes with a pipe each. A call is a function of bench.rank and its arguments after the connection."""
+def added(traffic: list[Counter | None], number: int) -> dict[str, float] | None:
+    """The ranks' accounts of `number` steps as one, per step."""
+    if None in traffic:
+        return None
+    return {key: num_bytes / number for key, num_bytes in sum(traffic, Counter()).items()}
 
-    def __init__(self, calls: list[tuple], log: Path):
+
+@dataclass(frozen=True)
+class Host:
+    """Where a rank runs: entered while its process is started; its variables win over those of a job on one host."""
+
+    entered: Callable[[], AbstractContextManager] = nullcontext
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Ranks:
+    """Processes with a pipe each.
+
+    Args:
+        calls: per rank a function of bench.rank (`serve`) or of another module of this folder (`comm_rank.serve`), and
+            its arguments after the connection.
+        hosts: one for each rank; all here without them.
+    """
+
+    def __init__(self, calls: list[tuple], log: Path, *, hosts: Sequence[Host] = ()):
         context = get_context("spawn")
         self.log = log
         self.pipes, self.processes = [], []
-        port = network.free_port()
-        for rank, call in enumerate(calls):
+        hosts = hosts or [Host()] * len(calls)
+        with hosts[0].entered():
+            port = network.free_port()
+        for rank, (call, host) in enumerate(zip(calls, hosts, strict=True)):
             ours, theirs = context.Pipe()
-            environment = _environment(rank, len(calls), port)
+            environment = _environment(rank, len(calls), port) | host.environment
             process = context.Process(target=_main, args=(theirs, environment, str(log), call), daemon=True)
-            process.start()
+            with host.entered():
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -182,8 +211,9 @@ def _main(pipe, environment: dict[str, str], log: str, call: tuple) -> None:
     os.dup2(out, sys.stdout.fileno())
     os.dup2(out, sys.stderr.fileno())
     name, *arguments = call
+    module, _, function = name.rpartition(".")
     try:
-        getattr(importlib.import_module("bench.rank"), name)(pipe, *arguments)
+        getattr(importlib.import_module(f"bench.{module or 'rank'}"), function)(pipe, *arguments)
     except Exception as error:
         traceback.print_exc()
         pipe.send(_Failure(f"{type(error).__name__}: {error}"))

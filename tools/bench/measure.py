@@ -41,6 +41,8 @@ class Result:
     block_s: list[float]
     """Seconds per step, a median for each round."""
     loss_difference: float = 0.0
+    traffic: dict[str, float] | None = None
+    """Payload bytes per step over all ranks by `axis op`, by the contestant's own account."""
 
     def text(self) -> str:
         """One line for whoever waits."""
@@ -136,6 +138,7 @@ def summed_up(row: Row, contestant: Contestant, work: Work, *, blocks: list[Bloc
         peak_rss_bytes=(min(peaks), max(peaks)),
         losses=[loss for block in (warm, *blocks) for loss in block.losses],
         block_s=[block.median_s for block in blocks],
+        traffic=blocks[-1].traffic,
     )
 
 

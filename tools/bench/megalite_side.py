@@ -1,5 +1,7 @@
 """megalite as a contestant: a row's layout as a config, and the trainer's own step."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -8,15 +10,19 @@ from bench.rows import ROWS, Row, Work
 from megalite.batch import Microbatch
 from megalite.config.load import check
 from megalite.config.schema import Config
-from megalite.mesh import build_mesh
+from megalite.mesh import Mesh, build_mesh
 from megalite.train.build import build as build_trainer
 from megalite.train.build import sizes_of
 from megalite.train.logical import full_params
 from megalite.train.step import train_step
 
 
-def config_of(row: Row, work: Work) -> Config:
-    """The row's layout as a config."""
+def config_of(row: Row, work: Work, variant: str = "") -> Config:
+    """The row's layout as a config.
+
+    Args:
+        variant: `section.key=word` of comm or overlap, separated by spaces.
+    """
     model = {name: getattr(work, name) for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size")}
     model |= {"family": "llama", "max_seq_len": work.seq_len, "norm_eps": work.norm_eps, "rope_theta": work.rope_theta}
     zero: dict = {"stage": row.zero}
@@ -38,6 +44,10 @@ def config_of(row: Row, work: Work) -> Config:
         },
         "run": {"device": "cpu", "seed": work.seed, "timeout_s": 300},
     }
+    for override in variant.split():
+        name, _, value = override.partition("=")
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value
     return check(values, {}, name=f"row {row.name}")
 
 
@@ -45,11 +55,13 @@ class Trainer:
     """One rank."""
 
     def __init__(self, row: Row, work: Work, variant: str, weights: str):
-        assert not variant, variant
         self.row, self.work = row, work
-        config = config_of(row, work)  # its initial weights are the ones in `weights`
-        mesh = build_mesh(sizes_of(config), device=torch.device("cpu"), timeout_s=300, kv_replicas=config.kv_replicas)
-        self.trainer = build_trainer(config, mesh)
+        config = config_of(row, work, variant)  # its initial weights are the ones in `weights`
+        self.trainer = build_trainer(config, self.make_mesh(config))
+
+    def make_mesh(self, config: Config) -> Mesh:
+        """This rank's groups."""
+        return build_mesh(sizes_of(config), device=torch.device("cpu"), timeout_s=300, kv_replicas=config.kv_replicas)
 
     def step(self, tokens: Tensor, labels: Tensor, number: int) -> float:
         """Train on a global batch; returns its mean loss."""
@@ -66,9 +78,12 @@ class Trainer:
         """Wait for the gathers that stages 1 and 2 leave to run under the next step."""
         self.trainer.zero.finish_gathers()
 
-    def sent_bytes(self) -> int:
-        """What this rank has sent so far, by the ledger: payload without headers."""
-        return sum(self.trainer.mesh.ledger.sent_bytes.values())
+    def traffic(self) -> Counter:
+        """What this rank has sent so far, by the ledger: payload bytes without headers by `axis op`."""
+        total: Counter = Counter()
+        for entry, num_bytes in self.trainer.mesh.ledger.sent_bytes.items():
+            total[f"{entry.axis} {entry.op}"] += num_bytes
+        return total
 
 
 def save_weights(work: Work, path: str) -> None:

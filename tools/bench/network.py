@@ -26,13 +26,32 @@ def own_network() -> Iterator[None]:
     Raises:
         OSError: not permitted, or not Linux.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
+    with _back_home() as libc:
         _checked(libc.unshare(CLONE_NEWNET))
+        _bring_up(b"lo")
+        yield
+
+
+@contextmanager
+def inside(namespace: int) -> Iterator[None]:
+    """As `own_network`, in a namespace that exists: a descriptor of it (see `handle`)."""
+    with _back_home() as libc:
+        _checked(libc.setns(namespace, CLONE_NEWNET))
+        yield
+
+
+def handle() -> int:
+    """A descriptor of this thread's namespace, which lives at least as long; the caller closes it."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+@contextmanager
+def _back_home() -> Iterator[ctypes.CDLL]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = handle()
+    try:
         try:
-            _bring_up(b"lo")
-            yield
+            yield libc
         finally:
             _checked(libc.setns(home, CLONE_NEWNET))
     finally:
@@ -48,13 +67,13 @@ def available() -> bool:
         return False
 
 
-def sent_bytes(pid: int) -> int:
-    """What has passed `lo` in the namespace of a process."""
+def sent_bytes(pid: int, interface: str = "lo") -> int:
+    """What an interface in the namespace of a process has sent."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
-        if name.strip() == "lo":
+        if name.strip() == interface:
             return int(columns.split()[SENT_BYTES])
-    raise RuntimeError(f"process {pid} has no interface lo")
+    raise RuntimeError(f"process {pid} has no interface {interface}")
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import importlib
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,12 +16,15 @@ from bench.rows import Contestant, Row, Work
 
 @dataclass(frozen=True)
 class Done:
-    """What a block of steps took on one rank, per step; its own account of bytes sent, its peak memory."""
+    """What a block of steps took on one rank, per step; its own account of bytes sent, its peak memory.
+
+    traffic: bytes sent in all steps by `axis op`, or None.
+    """
 
     losses: list[float]
     wall_s: list[float]
     cpu_s: list[float]
-    sent_bytes: int | None
+    traffic: Counter | None
     peak_rss_bytes: int
 
 
@@ -32,7 +36,7 @@ def serve(connection, contestant: Contestant, row: Row, work: Work, weights: str
     trainer = importlib.import_module(f"bench.{contestant.side}").Trainer(row, work, contestant.variant, weights)
     connection.send("ready")
     while (command := connection.recv()) is not None:
-        connection.send(_steps(trainer, work, *command))
+        connection.send(steps(trainer, work, *command))
     if row.world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -44,9 +48,10 @@ def write_weights(connection, work: Work, weights: str) -> None:
     connection.send("ready")
 
 
-def _steps(trainer, work: Work, first: int, number: int) -> Done:
+def steps(trainer, work: Work, first: int, number: int) -> Done:
+    """Train on steps first, first + 1, ..."""
     batches = [batch(work, step) for step in range(first, first + number)]
-    before = trainer.sent_bytes()
+    before = trainer.traffic()
     losses, wall_s, cpu_s = [], [], []
     for step, (tokens, labels) in enumerate(batches, start=first):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -55,7 +60,7 @@ def _steps(trainer, work: Work, first: int, number: int) -> Done:
             trainer.finish()  # else what runs on would be neither timed nor counted
         cpu_s.append(time.process_time() - cpu)
         wall_s.append(time.perf_counter() - wall)
-    after = trainer.sent_bytes()
+    after = trainer.traffic()
     return Done(losses, wall_s, cpu_s, None if after is None else after - before, _peak_rss_bytes())
 
 

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -90,6 +91,11 @@ def _markdown(header: tuple[str, ...], lines: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
 
+def table_of(markdown: bool) -> Callable[[tuple[str, ...], Table], str]:
+    """The form that tables are printed in."""
+    return _markdown if markdown else plain
+
+
 def machine() -> dict:
     """Where and when this ran."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -108,7 +114,7 @@ def machine() -> dict:
 
 def report(rows: list[Row], found: Measured, *, work: Work, effort: Effort, where: dict, markdown: bool) -> str:
     """The whole text."""
-    table = _markdown if markdown else plain
+    table = table_of(markdown)
     about = (
         f"{where['date']}, {where['cpu']}, {where['cores']} cores, torch {where['torch']}, load before the start "
         f"{where['load_average']:.1f}. {work.text()}; one thread a rank; medians of {effort.rounds} x {effort.steps} "

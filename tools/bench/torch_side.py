@@ -7,6 +7,7 @@ the step. A rank imports only the pieces that its row uses, since they cost memo
 
 import importlib
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from bench.data import share
 from bench.rows import Row, Work
 from bench.torch_model import Stage, loss_of, param_groups
 
+FSDP = ("fsdp", "fsdp_async")
+
 
 class Trainer:
     """One rank."""
@@ -23,7 +26,7 @@ class Trainer:
     def __init__(self, row: Row, work: Work, variant: str, weights: str):
         self.row, self.work, self.variant = row, work, variant
         self.mesh = self.tp = self.schedule = None
-        if row.tp > 1 or row.pp > 1 or variant == "fsdp":
+        if row.tp > 1 or row.pp > 1 or variant in FSDP:
             mesh_module = importlib.import_module("torch.distributed.device_mesh")
             sizes = (row.pp, row.dp, row.tp)
             self.mesh = mesh_module.init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
@@ -45,14 +48,27 @@ class Trainer:
         module.load(weights)
         if self.tp:
             self.tp.tensor_parallel(module, self.mesh["tp"])
-        if self.variant == "fsdp":
-            fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
-            reshard = self.row.zero == 3 and self.row.reshard_after == "forward"
-            for block in module.layers.values():
-                fully_shard(block, mesh=self.mesh["dp"], reshard_after_forward=reshard)
-            return fully_shard(module, mesh=self.mesh["dp"], reshard_after_forward=reshard)
+        if self.variant in FSDP:
+            return self.fully_sharded(module)
         if self.variant in ("ddp", "ddp_zero"):
             return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return module
+
+    def fully_sharded(self, module: nn.Module) -> nn.Module:
+        """FSDP2 on blocks and on the whole; with `fsdp_async` also its private switch for gathers under compute."""
+        fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+        reshard = self.row.zero == 3 and self.row.reshard_after == "forward"
+        blocks = list(module.layers.values())
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh["dp"], reshard_after_forward=reshard)
+        fully_shard(module, mesh=self.mesh["dp"], reshard_after_forward=reshard)
+        if self.variant == "fsdp_async":
+            module._set_unshard_async_op(True)
+            module.set_modules_to_forward_prefetch(blocks[:1])
+            module.set_modules_to_backward_prefetch(blocks[-1:])
+            for block, following in pairwise(blocks):
+                block.set_modules_to_forward_prefetch([following])
+                following.set_modules_to_backward_prefetch([block])
         return module
 
     def step(self, tokens: Tensor, labels: Tensor, number: int) -> float:
@@ -93,7 +109,7 @@ class Trainer:
     def finish(self) -> None:
         """Nothing runs on after a step."""
 
-    def sent_bytes(self) -> None:
+    def traffic(self) -> None:
         """torch keeps no account."""
         return None
 

@@ -1,0 +1,68 @@
+"""Communication on CPU ranks: shared memory against gloo, op by op and in whole tensor parallel steps.
+
+Everything is measured side by side in this one run, in turns; ratios are medians of ratios within a turn. Goals that
+are missed are printed, and the exit code is 0 all the same. Run it on an idle machine: python tools/bench_comm.py
+[--quick] [--out FILE]. `--quick` takes under 3 minutes on 2 idle cores; `--tiny` tests this file, not the speed.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from bench import comm_cases  # noqa: E402
+from bench.comm_measure import Found, measure_collectives, measure_steps  # noqa: E402
+from bench.comm_tables import numbers, report  # noqa: E402
+from bench.measure import Effort  # noqa: E402
+from bench.rows import TINY, Work  # noqa: E402
+from bench.tables import machine  # noqa: E402
+
+SECTIONS = ("collectives", "step")
+FULL = Effort(rounds=8, steps=2, warmup=2)
+QUICK = Effort(rounds=5, steps=1, warmup=1)
+SMALLEST = Effort(rounds=1, steps=1, warmup=1)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and turns")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, for tests of this tool")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these sections")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print and write; 0, or 1 when something failed. A missed goal is no failure."""
+    options = parse(arguments)
+    plan = comm_cases.TINY if options.tiny else comm_cases.QUICK if options.quick else comm_cases.FULL
+    work = TINY if options.tiny else Work()
+    effort = SMALLEST if options.tiny else QUICK if options.quick else FULL
+    where, start, found = machine(), time.monotonic(), Found()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="bench_comm_") as folder:
+        if "collectives" in options.only:
+            measure_collectives(plan, found, folder=Path(folder), say=say)
+        if "step" in options.only:
+            measure_steps(work, found, effort=effort, folder=Path(folder), say=say)
+    say("done")
+    about = {"plan": plan, "work": work, "effort": effort, "where": where}
+    print(report(found, **about, markdown=False))
+    if options.markdown:
+        options.markdown.write_text(report(found, **about, markdown=True) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
+    return 1 if found.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
