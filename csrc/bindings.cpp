@@ -1,16 +1,20 @@
-// The only Python-facing file: numpy arrays in, numpy arrays out, error codes to ValueError. Optimizer kernels take the
+// The only Python-facing file: numpy arrays in, numpy arrays out, error codes to ValueError. Kernels take the
 // addresses of tensors as integers; what they point at is the caller's business.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host.h"
 #include "host_kernels.h"
+#include "layer_kernels.h"
 #include "shm_flags.h"
 #ifdef MEGALITE_CUDA
 #include "cuda_kernels.h"
@@ -101,6 +105,60 @@ megalite::AdamHyper adam_hyper(const py::tuple& numbers) {
 
 int simd_or_best(int simd) { return simd < 0 ? megalite::best_simd() : simd; }
 
+megalite::Run how(bool bf16, int threads, int simd) { return {bf16, threads, simd_or_best(simd)}; }
+
+// runs: (num, 6) rows of address, heads, strides of sample, position and head in elements, and whether to rotate.
+void rope(const In<int64_t>& runs, uintptr_t out, uintptr_t cos, uintptr_t sin, const std::array<int64_t, 3>& sizes,
+          float sign, bool bf16, int threads, int simd) {
+  if (runs.ndim() != 2 || runs.shape(1) != 6) throw std::invalid_argument("runs must be (num, 6)");
+  std::vector<megalite::HeadRun> heads;
+  for (py::ssize_t i = 0; i < runs.shape(0); ++i) {
+    const int64_t* row = runs.data(i, 0);
+    heads.push_back({pointer<const void>(row[0]), row[1], row[2], row[3], row[4], row[5] != 0});
+  }
+  const auto [tokens, seq_len, half] = sizes;
+  const megalite::Rope op{heads.data(), static_cast<int>(heads.size()), pointer<void>(out), pointer<const float>(cos),
+                          pointer<const float>(sin), tokens, seq_len, half, sign};
+  const py::gil_scoped_release release;
+  check(megalite::rope_cpu(op, how(bf16, threads, simd)));
+}
+
+// dy is 0 for forward.
+void swiglu(uintptr_t dy, int64_t stride_dy, uintptr_t gate_up, int64_t stride, uintptr_t out,
+            const std::array<int64_t, 2>& sizes, bool bf16, int threads, int simd) {
+  const auto [rows, width] = sizes;
+  const megalite::Swiglu op{pointer<const void>(dy), pointer<const void>(gate_up), pointer<void>(out), rows, width,
+                            stride_dy, stride};
+  const py::gil_scoped_release release;
+  check(megalite::swiglu_cpu(op, how(bf16, threads, simd)));
+}
+
+// Inputs that may be rows of a larger tensor are (address, stride); residual and total are 0 where there is none.
+using Rows = std::pair<uintptr_t, int64_t>;
+
+void rmsnorm(Rows x, Rows residual, uintptr_t weight, const std::array<uintptr_t, 3>& outputs,
+             const std::array<int64_t, 2>& sizes, float eps, bool bf16, int threads, int simd) {
+  const auto [y, total, rstd] = outputs;
+  const megalite::NormForward op{pointer<const void>(x.first), pointer<const void>(residual.first),
+                                 pointer<const float>(weight), pointer<void>(y), pointer<void>(total),
+                                 pointer<float>(rstd), sizes[0], sizes[1], x.second, residual.second, eps};
+  const py::gil_scoped_release release;
+  check(megalite::rmsnorm_cpu(op, how(bf16, threads, simd)));
+}
+
+void rmsnorm_backward(const std::array<Rows, 3>& inputs, uintptr_t weight, uintptr_t rstd,
+                      const std::array<uintptr_t, 2>& outputs, const std::array<int64_t, 2>& sizes, bool bf16,
+                      int threads, int simd) {
+  const auto& [dy, dtotal, x] = inputs;
+  const auto [dx, dweight] = outputs;
+  const megalite::NormBackward op{
+      pointer<const void>(dy.first), pointer<const void>(dtotal.first), pointer<const void>(x.first),
+      pointer<const float>(weight), pointer<const float>(rstd), pointer<void>(dx),
+      pointer<float>(dweight), sizes[0], sizes[1], dy.second, dtotal.second, x.second};
+  const py::gil_scoped_release release;
+  check(megalite::rmsnorm_backward_cpu(op, how(bf16, threads, simd)));
+}
+
 void adamw(const In<int64_t>& slices, const In<double>& decays, const py::tuple& hyper, int64_t step, float scale,
            int threads, int simd) {
   const std::vector<megalite::AdamSlice> all = adam_slices(slices, decays);
@@ -152,6 +210,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("philox_words", &philox_words, py::arg("key0"), py::arg("key1"), py::arg("start"), py::arg("num"),
         py::arg("stream") = 0);
   m.def("simd_level", [] { return static_cast<int>(megalite::best_simd()); });
+  m.def("rope", &rope, py::arg("runs"), py::arg("out"), py::arg("cos"), py::arg("sin"), py::arg("sizes"),
+        py::arg("sign"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
+  m.def("swiglu", &swiglu, py::arg("dy"), py::arg("stride_dy"), py::arg("gate_up"), py::arg("stride"), py::arg("out"),
+        py::arg("sizes"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
+  m.def("rmsnorm", &rmsnorm, py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("outputs"),
+        py::arg("sizes"), py::arg("eps"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
+  m.def("rmsnorm_backward", &rmsnorm_backward, py::arg("inputs"), py::arg("weight"), py::arg("rstd"),
+        py::arg("outputs"), py::arg("sizes"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
   m.def("adamw", &adamw, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"), py::arg("scale"),
         py::arg("threads"), py::arg("simd") = -1);
   m.def("flag_store", [](uintptr_t flag, int32_t value) { megalite::flag_store(pointer<int32_t>(flag), value); },

@@ -16,6 +16,9 @@ enum Simd : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
 // The best level of this machine.
 Simd best_simd();
 
+// Whether `threads` and `simd` can be met here.
+inline bool can_run(int threads, int simd) { return threads >= 1 && simd >= kScalar && simd <= best_simd(); }
+
 // One update of one slice from grad * scale. Same bits for every level and number of threads.
 int adamw_cpu(const AdamSlice& slice, const AdamHyper& hyper, int64_t step, float scale, int threads, int simd);
 

@@ -21,3 +21,6 @@
 #define MEGALITE_TARGET_BEGIN(names) _Pragma("GCC push_options") MEGALITE_PRAGMA(GCC target(names))
 #define MEGALITE_TARGET_END _Pragma("GCC pop_options")
 #endif
+
+// For a lambda's body that is called twice: with the whole width of a vector as a constant, and with the rest.
+#define MEGALITE_INLINE __attribute__((always_inline))

@@ -13,7 +13,7 @@ from megalite.config.pipeline import schedule_problems
 from megalite.config.recompute import recompute_problems
 from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling
 
-KERNELS = ("auto", "reference", "triton", "cuda")
+KERNELS = ("auto", "reference", "native", "triton", "cuda")
 
 
 def problems(config: Config) -> list[str]:

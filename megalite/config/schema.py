@@ -305,10 +305,10 @@ class Comm(Section):
 
 
 class Kernels(Section):
-    """Which implementation each op uses: auto | reference | triton | cuda | package.module:object.
+    """Which implementation each op uses: auto | reference | native | triton | cuda | package.module:object.
 
-    auto: the fastest that runs on the device. An object of yours offers the functions of the op's reference.py and is
-    checked against them before the first step.
+    auto: the fastest that runs on the device; native is C++ on the CPU. An object of yours offers the functions of the
+    op's reference.py and is checked against them before the first step.
     """
 
     rmsnorm: str = "auto"

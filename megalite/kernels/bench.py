@@ -19,10 +19,11 @@ from megalite.kernels import baselines
 from megalite.kernels.adamw import Tensors, adamw_step
 from megalite.kernels.baselines import EPS, Function
 from megalite.kernels.cases import Case
-from megalite.kernels.catalog import ALL_NAMES, OPTIMIZER_OPS, find
+from megalite.kernels.catalog import ALL_NAMES, OPTIMIZER_OPS
 from megalite.kernels.check import load_cases
 from megalite.kernels.cross_entropy import cross_entropy
 from megalite.kernels.layernorm import layernorm_residual
+from megalite.kernels.registry import available
 from megalite.kernels.rmsnorm import rmsnorm_residual
 from megalite.observe.log import get_logger
 
@@ -156,7 +157,7 @@ def contestants(op: str, settings: Settings, *, with_compile: bool = True) -> di
     if settings.device.type == "cuda" and op in (others := baselines.liger()):
         found["liger"] = others[op]
     for name in ALL_NAMES:
-        impl, _ = find(op, name, settings.device, _dtype(op, settings))
+        impl, _ = available(op, name, settings.device, _dtype(op, settings))
         if impl is not None:
             found[name] = _call(op, impl)
     return found

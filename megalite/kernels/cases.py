@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WORDS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Dtypes as configs and commands spell them."""
 
 
 @dataclass(frozen=True)

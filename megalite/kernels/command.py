@@ -7,11 +7,12 @@ import torch
 
 from megalite.config.schema import Kernels
 from megalite.kernels import bench
-from megalite.kernels.catalog import ALL_NAMES, ALL_OPS, OPTIMIZER_OPS, find, taken
+from megalite.kernels.cases import WORDS
+from megalite.kernels.catalog import ALL_NAMES, ALL_OPS, OPTIMIZER_OPS, taken
 from megalite.kernels.check import check_op
-from megalite.kernels.registry import load, select
+from megalite.kernels.registry import available, load, select
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {word: dtype for dtype, word in WORDS.items()}
 
 
 def pick_device(device: str) -> torch.device:
@@ -61,7 +62,7 @@ def list_kernels(*, device: str, dtype: str) -> str:
 
 
 def _cell(op: str, name: str, device: torch.device, dtype: torch.dtype, notes: dict[str, int]) -> str:
-    module, reason = find(op, name, device, dtype)
+    module, reason = available(op, name, device, dtype)
     if module is not None:
         return "ready"
     return "-" if "has no" in reason else f"no ({notes.setdefault(reason, len(notes) + 1)})"
@@ -73,7 +74,7 @@ def check_kernels(ops: list[str], *, device: str, dtypes: list[str]) -> int:
     for op in pick_ops(ops):
         for name in ALL_NAMES:
             for dtype in dtypes:
-                impl, _ = find(op, name, where, _dtype(dtype))
+                impl, _ = available(op, name, where, _dtype(dtype))
                 result = impl and check_op(op, impl, device=where, dtype=_dtype(dtype))
                 if not result or not result.num_cases:
                     continue

@@ -1,8 +1,9 @@
 """Which implementation of each op a run uses: decided once, when the model is built, and shown as a table.
 
-Implementations of op X are modules of pure functions with the signatures of kernels/X/reference.py:
-kernels/X/triton_impl.py, kernels/X/cuda_impl.py, or an object of the user's. Only this file imports them, and only it
-guards imports: what is missing becomes a reason. `auto` never fails; an explicit choice that can't be met is an error.
+Implementations of op X are modules of pure functions with the signatures of kernels/X/reference.py: native_impl.py
+(C++ on the CPU), triton_impl.py, cuda_impl.py in kernels/X, or an object of the user's. Only this file imports them,
+and only it guards imports: what is missing becomes a reason. A module may say where it runs, in `problem(device,
+dtype)`. `auto` never fails; an explicit choice that can't be met is an error.
 Invariant: a choice depends on the config, the device's kind and what is installed, so all ranks of a job agree.
 """
 
@@ -19,16 +20,17 @@ from typing import Any
 import torch
 
 from megalite.config.schema import Kernels
+from megalite.kernels.cases import WORDS
 from megalite.kernels.check import check_op
 
 SELECTED = tuple(Kernels.model_fields)
 """Ops that a config selects, in the order of the tables."""
 OPS = (*SELECTED, "cross_entropy")
 """With those that no model uses by itself: linear_cross_entropy is built of cross_entropy's kernels."""
-NAMES = ("reference", "triton", "cuda")
+NAMES = ("reference", "native", "triton", "cuda")
 """What a config may say."""
-PREFERRED = ("cuda", "triton", "reference")
-"""What auto takes, if it runs."""
+ORDER = {"cpu": ("native",), "cuda": ("cuda", "triton")}
+"""What auto tries on a device, before the reference; Triton's interpreter is a test's business, never auto's."""
 AUTO_REFERENCE = {"wgrad": "torch.addmm(out_dtype=fp32), the library's GEMM, is faster"}
 """Ops whose reference is the fast path of a GPU too, and why."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,8 +99,11 @@ def available(op: str, name: str, device: torch.device, dtype: torch.dtype) -> t
     module, reason = load(op, name)
     if module is None or name == "reference":
         return module, reason
+    if hasattr(module, "problem"):
+        reason = module.problem(device, dtype)
+        return (None, reason) if reason else (module, "")
     if dtype not in TRITON_DTYPES:
-        return None, f"{name} kernels compute in fp32, and precision.compute is {_word(dtype)}"
+        return None, f"{name} kernels compute in fp32, and precision.compute is {WORDS[dtype]}"
     if device.type == "cuda":
         return module, ""
     if name == "triton" and interpreting():
@@ -131,7 +136,7 @@ def select(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Select
 
 def _choose(op: str, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
     if wanted == "auto":
-        return _auto(op, device, dtype)
+        return take(op, device, dtype)
     if ":" in wanted:
         return Choice(op, wanted, _external(op, wanted, device, dtype), "configured, checked against the reference")
     module, reason = available(op, wanted, device, dtype)
@@ -140,17 +145,19 @@ def _choose(op: str, wanted: str, device: torch.device, dtype: torch.dtype) -> C
     return Choice(op, wanted, module, "configured")
 
 
-def _auto(op: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    reasons = []
+def take(op: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """What auto takes: the first of ORDER that runs, else the reference, with the reasons."""
     if device.type == "cuda" and op in AUTO_REFERENCE:
         return Choice(op, "reference", load(op, "reference")[0], f"auto: {AUTO_REFERENCE[op]}")
-    if device.type != "cuda":  # the interpreter is a test's business, never auto's
-        return Choice(op, "reference", load(op, "reference")[0], f"auto: the device is {device.type}")
-    for name in PREFERRED:
+    reasons = []
+    for name in (*ORDER.get(device.type, ()), "reference"):
         module, reason = available(op, name, device, dtype)
         if module is not None:
-            return Choice(op, name, module, "; ".join(["auto", *_of_installation(reasons)]))
-        reasons.append(reason)
+            why = "; ".join(["auto", *reasons])
+            if name == "reference" and device.type != "cuda" and not reasons:
+                why = f"auto: the device is {device.type}"
+            return Choice(op, name, module, why)
+        reasons += _of_installation([reason])
     raise AssertionError(f"{op} has no reference")
 
 
@@ -195,7 +202,3 @@ def _external(op: str, path: str, device: torch.device, dtype: torch.dtype) -> A
     if wrong:
         raise ValueError(f"{where} differs from the reference: {wrong[0]} ({len(wrong)} failures); {way_out}")
     return found
-
-
-def _word(dtype: torch.dtype) -> str:
-    return {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]

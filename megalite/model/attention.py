@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.batch import Microbatch
-from megalite.kernels.rope import rope
+from megalite.kernels.rope import split_heads
 from megalite.model.context import ModelContext
 from megalite.model.dropout import attention_dropout
 from megalite.model.positions import RopeTables
@@ -38,17 +38,15 @@ class Attention(nn.Module):
         """(rows, D) -> (rows, D), rows being this rank's."""
         num_samples, seq_len = batch.tokens.shape
         qkv = self.qkv(x).view(num_samples, seq_len, sum(self.heads), self.context.model.head_dim)
-        if self.rope_tables is not None:
-            cos, sin = self.rope_tables.get(seq_len, x.device)
-            impl = self.context.kernels["rope"]
-            qkv = rope(qkv, cos, sin, num_rotated=self.heads[0] + self.heads[1], impl=impl)
+        angles = None if self.rope_tables is None else self.rope_tables.get(seq_len, x.device)
+        q, k, v = split_heads(qkv, heads=self.heads, angles=angles, impl=self.context.kernels["rope"])
         replayed = self.replayed and qkv.requires_grad
-        mixed = replay(self.core, qkv, batch) if replayed else self.core(qkv, batch)
+        mixed = replay(self.core, q, k, v, arguments=(batch,)) if replayed else self.core(q, k, v, batch)
         return self.out(mixed)
 
-    def core(self, qkv: Tensor, batch: Microbatch) -> Tensor:
-        """Attention of each sequence by itself: (B, S, heads, H) -> (M, N/tp * H)."""
-        q, k, v = (part.transpose(1, 2) for part in qkv.split(self.heads, dim=2))
+    def core(self, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch) -> Tensor:
+        """Attention of each sequence by itself: (B, S, heads, H) each -> (M, N/tp * H)."""
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         mask = None if batch.documents is None else document_mask(batch.documents)
         grouped = self.heads[0] != self.heads[1]
         if self.training and self.context.model.attention_dropout > 0.0:

@@ -8,7 +8,7 @@ the same.
 Reference: Korthikanti et al., arXiv:2205.05198, section 5.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,25 +17,26 @@ from torch import Tensor
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, function, arguments):
-        ctx.save_for_backward(x)
+    def forward(ctx, function, arguments, *inputs):
+        ctx.save_for_backward(*inputs)
         ctx.function, ctx.arguments = function, arguments
-        return function(x, *arguments)
+        return function(*inputs, *arguments)
 
     @staticmethod
     def backward(ctx, dy):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            y = ctx.function(x, *ctx.arguments)
+            y = ctx.function(*inputs, *ctx.arguments)
         torch.autograd.backward(y, dy)
-        return x.grad, None, None
+        return None, None, *(x.grad for x in inputs)
 
 
-def replay(function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """function(x, *arguments), keeping only x for backward, which runs the function again.
+def replay(function: Callable[..., Tensor], *inputs: Tensor, arguments: Sequence[Any] = ()) -> Tensor:
+    """function(*inputs, *arguments), keeping only the inputs for backward, which runs the function again.
 
     Args:
-        function: pure; gradients of parameters that it uses go where its own backward puts them.
-        x:        the only input that is differentiated; must require a gradient when one is wanted.
+        function:  pure; gradients of parameters that it uses go where its own backward puts them.
+        inputs:    what is differentiated; all must require a gradient when one is wanted.
+        arguments: the rest, e.g. the microbatch.
     """
-    return _Replay.apply(x, function, arguments)
+    return _Replay.apply(function, arguments, *inputs)

@@ -8,18 +8,21 @@ import textwrap
 import pytest
 import torch
 
+from megalite import native
 from megalite.cli import main
 from megalite.config.rules import problems
 from megalite.config.schema import Config, Kernels
 from megalite.kernels import registry
-from megalite.kernels.catalog import ALL_OPS, find
+from megalite.kernels.catalog import ALL_OPS
 from megalite.kernels.check import check_op
-from megalite.kernels.registry import NAMES, OPS, SELECTED, load, required, select
+from megalite.kernels.registry import NAMES, OPS, SELECTED, available, load, required, select
 from megalite.mesh import single_device_mesh
 from megalite.observe.log import get_logger
 from tests.unit.model_tools import GPT, LLAMA, make_batch, make_config, make_stages, run, set_main_grads
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NATIVE = ("rmsnorm", "rope", "swiglu")
+"""Ops of a model that have a C++ kernel for the CPU."""
 
 
 @pytest.fixture
@@ -32,11 +35,44 @@ def names(selection):
     return {op: choice.name for op, choice in selection.choices.items()}
 
 
-def test_auto_on_cpu_is_the_reference(compiled_only):
+@pytest.fixture
+def extension():
+    if native.load() is None:
+        pytest.skip(f"not built: {native.why_missing()}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auto_on_cpu_is_native_where_there_is_one(compiled_only, extension, dtype):
+    selection = select(Kernels(), CPU, dtype)
+    table = selection.table().splitlines()
+    assert table[0] == f"native: {', '.join(NATIVE)} (auto)"
+    others = ", ".join(op for op in SELECTED if op not in NATIVE)
+    assert table[1:] == [f"reference: {others} (auto: the device is cpu)"]
+    assert selection["rope"].__name__ == "megalite.kernels.rope.native_impl"
+
+
+def test_auto_without_the_extension_says_so(compiled_only, monkeypatch):
+    monkeypatch.setattr(native, "_import", lambda: (None, "No module named megalite._C"))
     selection = select(Kernels(), CPU, torch.float32)
     assert set(names(selection).values()) == {"reference"}
-    assert selection.table() == f"reference: {', '.join(SELECTED)} (auto: the device is cpu)"
-    assert selection["rope"].__name__ == "megalite.kernels.rope.reference"
+    first, second = selection.table().splitlines()
+    assert first.startswith(f"reference: {', '.join(NATIVE)} (auto; the extension is missing: No module named megalite._C")
+    assert second.endswith("(auto: the device is cpu)")
+    with pytest.raises(ValueError, match=r"kernels.rope=native can't be met: the extension is missing: .*; use auto or"):
+        select(Kernels(rope="native"), CPU, torch.float32)
+
+
+def test_native_is_for_the_cpu_and_not_for_fp64(extension):
+    assert names(select(Kernels(rope="native"), CPU, torch.float32))["rope"] == "native"
+    with pytest.raises(ValueError, match="run on the CPU, and the device is cuda"):
+        select(Kernels(rope="native"), GPU, torch.float32)
+    with pytest.raises(ValueError, match="take fp32 and bf16, and precision.compute is fp64; use auto or reference"):
+        select(Kernels(rope="native"), CPU, torch.float64)
+    with pytest.raises(ValueError, match="gelu has no native implementation; use auto or reference"):
+        select(Kernels(gelu="native"), CPU, torch.float32)
+    selection = select(Kernels(), CPU, torch.float64)
+    assert set(names(selection).values()) == {"reference"}
+    assert "precision.compute is fp64" in selection.choices["rope"].why
 
 
 def test_auto_on_a_gpu_is_triton_but_for_the_library_gemm(compiled_only):
@@ -82,7 +118,7 @@ def test_what_cannot_be_met_is_an_error_that_names_everything(compiled_only):
 
 def test_the_interpreter_is_an_explicit_choice(monkeypatch):
     monkeypatch.setattr(registry, "interpreting", lambda: True)
-    assert names(select(Kernels(), CPU, torch.float32))["rope"] == "reference"
+    assert "triton" not in names(select(Kernels(), CPU, torch.float32)).values()
     assert names(select(Kernels(rope="triton"), CPU, torch.float32))["rope"] == "triton"
     with pytest.raises(ValueError, match="silently wrong in bf16"):
         select(Kernels(rope="triton"), CPU, torch.bfloat16)
@@ -246,7 +282,7 @@ def config_problems(**kernels):
 def test_config_rules():
     assert config_problems(rmsnorm="triton", rope="a.b:c.d") == []
     (unknown,) = config_problems(rmsnorm="trition")
-    assert "kernels.rmsnorm=trition must be auto, reference, triton, cuda or package.module:object" in unknown
+    assert "kernels.rmsnorm=trition must be auto, reference, native, triton, cuda or package.module:object" in unknown
     (unused,) = config_problems(layernorm="triton")
     assert "kernels.layernorm=triton has no effect with model.norm=rmsnorm" in unused
     for op in ("gelu", "dropout"):
@@ -256,7 +292,9 @@ def test_config_rules():
 def test_commands(capsys, compiled_only):
     assert main(["kernels", "list"]) == 0
     out = capsys.readouterr().out
-    assert "rmsnorm               reference   ready      -          no (1)     -\n" in out
+    assert "gelu                  reference   ready      -          no (1)     -\n" in out
+    if native.load() is not None:
+        assert "rmsnorm               native      ready      ready      no (1)     -\n" in out
     assert "(1) triton kernels need a GPU" in out
     assert main(["kernels", "check", "swiglu", "--dtype", "fp32"]) == 0
     assert "ok   swiglu                reference  fp32" in capsys.readouterr().out
@@ -274,9 +312,9 @@ def test_check_fails_for_a_wrong_kernel(capsys, monkeypatch, compiled_only):
         backward = staticmethod(reference.backward)
 
     def with_wrong(op, name, device, dtype):
-        return (Wrong, "") if name == "triton" else find(op, name, device, dtype)
+        return (Wrong, "") if name == "triton" else available(op, name, device, dtype)
 
-    monkeypatch.setattr("megalite.kernels.command.find", with_wrong)
+    monkeypatch.setattr("megalite.kernels.command.available", with_wrong)
     assert main(["kernels", "check", "swiglu", "--dtype", "fp32"]) == 1
     out = capsys.readouterr().out
     assert "FAIL swiglu                triton     fp32" in out

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite import native
 from megalite.kernels.adamw.hyper import Hyper, Tensors
 from megalite.kernels.adamw.table import address_table, finish
+from megalite.kernels.native_calls import missing
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> str:
@@ -20,7 +21,7 @@ def problem(device: torch.device, dtype: torch.dtype) -> str:
         return f"it runs on the CPU, and the device is {device.type}"
     if dtype != torch.float32:
         return f"it computes in fp32, and the main params are {dtype}"
-    return f"the extension is missing: {native.why_missing()}" if native.load() is None else ""
+    return missing()
 
 
 def step(

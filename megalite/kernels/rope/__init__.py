@@ -1,5 +1,5 @@
 """Rotary position embedding."""
 
-from megalite.kernels.rope.op import rope
+from megalite.kernels.rope.op import rope, split_heads
 
-__all__ = ["rope"]
+__all__ = ["rope", "split_heads"]
