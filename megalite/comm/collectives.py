@@ -5,7 +5,9 @@ reduce-scatter is an all-to-all and a sum in rank order, which sends (W-1)/W of 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Literal
 
 import torch
@@ -18,6 +20,7 @@ Op = Literal["sum", "max", "min"]
 # torch 2.13 deprecates the older names, torch 2.11 has only those
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NOTHING = nullcontext()
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -27,17 +30,45 @@ class Work:
 
     handle: dist.Work | None = None
     finish: Callable[[], None] | None = None
+    group: Group | None = None
+    name: str = ""
+    """For traces; given with the group."""
 
     def wait(self) -> None:
         """Block until the result is there (on a GPU: until this stream may read it)."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+        if self.handle is None and self.finish is None:
+            return
+        with _NOTHING if self.group is None else _span(self.group, f"wait {self.name}"):
+            if self.handle is not None:
+                self.handle.wait()
+                self.handle = None
+            if self.finish is not None:
+                finish, self.finish = self.finish, None
+                finish()
 
 
+def _traced(collective: Callable[..., Work]) -> Callable[..., Work]:
+    """The collective; what it started knows its name, and in a traced step the time is recorded that the call blocks
+    for."""
+
+    @wraps(collective)
+    def call(*args, site: str = "", **kwargs) -> Work:
+        group = next(arg for arg in args if isinstance(arg, Group))
+        name = site or collective.__name__
+        with _span(group, name):
+            work = collective(*args, site=site, **kwargs)
+        work.group, work.name = group, name
+        return work
+
+    return call
+
+
+def _span(group: Group, name: str) -> AbstractContextManager[None]:
+    spans = group.ledger.spans
+    return _NOTHING if spans is None or group.size == 1 else spans.span(f"{name} {group.axis}", "collective")
+
+
+@_traced
 def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum", site: str = "", async_op: bool = False) -> Work:
     """Reduce `tensor` in place over the group.
 
@@ -50,6 +81,7 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum", site: str = "", 
     return _started(Work(handle), async_op)
 
 
+@_traced
 def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", async_op: bool = False) -> Work:
     """Concatenate the ranks' `shard`s along dim 0 into `out`, in rank order; `shard` may lie in its place in `out`.
 
@@ -64,6 +96,7 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", asyn
     return _started(Work(handle), async_op)
 
 
+@_traced
 def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", async_op: bool = False) -> Work:
     """Sum the ranks' `full` tensors; rank r receives rows [r*n, (r+1)*n) of the sum in `out`.
 
@@ -88,6 +121,7 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
     return _started(Work(handle, finish), async_op)
 
 
+@_traced
 def broadcast(tensor: Tensor, group: Group, *, root: int = 0, site: str = "", async_op: bool = False) -> Work:
     """Copy `tensor` of the group's rank `root` to all its ranks, in place.
 

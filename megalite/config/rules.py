@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.overlap import overlap_problems
 from megalite.config.pipeline import schedule_problems
 from megalite.config.recompute import recompute_problems
-from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling
+from megalite.config.schema import Config, DpSplit, Kernels, Lr, Model, Optimizer, RopeScaling, Run
 
 KERNELS = ("auto", "reference", "native", "triton", "cuda")
 
@@ -31,6 +31,7 @@ def problems(config: Config) -> list[str]:
         *_state(config),
         *_lr(config.lr, config.run.steps),
         *_data(config),
+        *_trace(config.run),
     ]
     if config.precision.compute == "fp64" and config.precision.reduce == "bf16":
         found.append(
@@ -38,6 +39,18 @@ def problems(config: Config) -> list[str]:
             "(gradients then stay fp64) or precision.compute=bf16"
         )
     return found
+
+
+def _trace(run: Run) -> Iterator[str]:
+    if not run.trace:
+        yield from _unused(run, "run", {"trace_steps": "with run.trace=false"})
+    elif run.trace_steps is not None:
+        first, last = run.trace_steps
+        if not first <= last <= run.steps:
+            yield (
+                f"run.trace_steps={shown(run.trace_steps)} must be the first and the last step to trace, up to "
+                f"run.steps={run.steps}; use e.g. [{min(first, run.steps)}, {min(max(first, last), run.steps)}]"
+            )
 
 
 def _divisors(number: int) -> list[int]:

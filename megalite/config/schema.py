@@ -293,6 +293,10 @@ class Run(Section):
     """Global batches per evaluation."""
     tensorboard: Flag = False
     """Also write TensorBoard events."""
+    trace: Flag = False
+    """Write the measured timeline of trace_steps into dir/trace/, as Chrome/Perfetto traces and pictures."""
+    trace_steps: tuple[Positive, Positive] | None = None
+    """First and last step to trace; default the third and the fourth that this start runs."""
     check_replicas_every: NonNegative = 0
     """Steps between comparisons of all copies that ranks hold of the same numbers; 0: never."""
 

@@ -7,6 +7,8 @@ ranks equal the planner's traffic. The ledger takes plain values and knows nothi
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megalite.observe.spans import Spans
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -23,6 +25,8 @@ class Ledger:
 
     sent_bytes: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
+    spans: Spans | None = None
+    """While a step is traced: where the time goes that calls block for."""
 
     def record(self, axis: str, op: str, site: str, sent_bytes: int) -> None:
         """Add one call of `op` that sends `sent_bytes` from this rank."""

@@ -37,12 +37,16 @@ class _DeviceClock:
         return begin.elapsed_time(end) / 1e3
 
 
+def clock_of(device: torch.device) -> _HostClock | _DeviceClock:
+    """What gives marks, and the seconds between two of them."""
+    return _HostClock() if device.type == "cpu" else _DeviceClock(device)
+
+
 class Timers:
     """Adds up the time of named spans until `take` is called. Spans of different names may nest."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
-        self._clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        self._clock = clock_of(torch.device(device))
         self._marks: list[tuple[str, object, object]] = []
 
     @contextmanager

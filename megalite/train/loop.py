@@ -16,6 +16,7 @@ from megalite.train.report import Reporter
 from megalite.train.signals import StopFlag
 from megalite.train.state import save_state
 from megalite.train.step import StepResult, train_step
+from megalite.train.trace import make_tracer
 
 MAX_SKIPPED = 10
 """Consecutive skipped steps after which a run stops: its weights no longer give finite losses, or its data trains no
@@ -46,13 +47,16 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
     """
     config = trainer.config
     skipped_in_a_row = 0
+    tracer = make_tracer(trainer, start=start, tell=reporter.traced if reporter else None)
     for step in range(start + 1, config.run.steps + 1):
-        began = time.perf_counter()
-        trainer.mesh.ledger.reset()
         rate = learning_rate(config.lr, step, config.run.steps)
-        result = train_step(trainer, loaders.train.microbatches(step), lr=rate, stop=stop.requested)
+        with tracer.step(step):
+            began = time.perf_counter()
+            trainer.mesh.ledger.reset()
+            result = train_step(trainer, loaders.train.microbatches(step), lr=rate, stop=stop.requested)
+            time_s = time.perf_counter() - began
         if reporter:
-            reporter.step(step, result, lr=rate, time_s=time.perf_counter() - began)
+            reporter.step(step, result, lr=rate, time_s=time_s)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if skipped_in_a_row == MAX_SKIPPED:
             raise DivergedError(_no_updates(result, step))

@@ -13,6 +13,7 @@ from megalite.observe.metrics import MetricsWriter, read_metrics
 from megalite.observe.plot import plot_loss
 from megalite.observe.progress import Progress, summary_table
 from megalite.train.step import StepResult
+from megalite.train.trace import Traced
 
 
 def model_shape(config: Config) -> ModelShape:
@@ -39,6 +40,10 @@ def layout_name(config: Config) -> str:
     return f"tp {mesh.tp} x {pp} x dp {config.dp}{split} (ZeRO-{config.zero.stage})"
 
 
+def _shares(traced: Traced) -> str:
+    return traced.shares.text() if traced.shares else "too many spans"
+
+
 class Reporter:
     """Lives on rank 0 for one run; use it in a `with`."""
 
@@ -48,6 +53,7 @@ class Reporter:
         self.directory = Path(config.run.dir)
         self.console = Console()
         self.checkpoint: Path | None = None
+        self.traces: list[Traced] = []
         seq_len, shape = config.batch.seq_len, model_shape(config)
         self.step_tokens = config.batch.global_batch_size * seq_len
         self.model_flops = flops_per_token(shape, seq_len)
@@ -103,6 +109,11 @@ class Reporter:
         self.metrics.write_eval(record)
         self.progress.evaluation(record)
 
+    def traced(self, traced: Traced) -> None:
+        """Remember and show where the time of a traced step went."""
+        self.traces.append(traced)
+        self.progress.note(f"trace of step {traced.step}: {_shares(traced)}; {traced.path}")
+
     def saved(self, path: Path) -> None:
         """Remember and show where a checkpoint went."""
         self.checkpoint = path
@@ -114,6 +125,10 @@ class Reporter:
         paths = {"metrics": str(self.metrics.path)}
         if any(r.get("loss") is not None for r in records):
             paths["plot"] = str(plot_loss(records, self.directory / "loss.png", title=layout_name(self.config)))
+        for traced in self.traces:
+            paths[f"step {traced.step}, traced"] = (
+                f"{_shares(traced)}\n{traced.path}, {traced.path.with_suffix('.png')}"
+            )
         if self.checkpoint:
             paths["checkpoint"] = str(self.checkpoint)
         self.console.print(summary_table(records, title=layout_name(self.config), paths=paths))

@@ -6,6 +6,7 @@ summed.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,10 @@ def train_step(trainer: Trainer, batches: list[Microbatch], *, lr: float, stop: 
     result = compute_grads(trainer, batches, stop=stop)
     if not result.skipped:
         clip = clip_factor(result.grad_norm, trainer.config.optimizer.clip_norm)
-        trainer.optimizer.update(lr, scale=clip)  # fused: the shards keep the unclipped gradient
-        trainer.zero.updated()
+        spans = trainer.mesh.ledger.spans
+        with spans.span("optimizer", "update") if spans else nullcontext():
+            trainer.optimizer.update(lr, scale=clip)  # fused: the shards keep the unclipped gradient
+            trainer.zero.updated()
     return result
 
 

@@ -53,12 +53,15 @@ def test_picture_has_a_bar_per_action(tmp_path, monkeypatch, kind, virtual, m, f
     schedule, played = timeline(kind, virtual, m)
     bars = []
     original = draw._draw_bar
-    monkeypatch.setattr(draw, "_draw_bar", lambda *args, **kw: (bars.append(args[1:4]), original(*args, **kw)))
+    monkeypatch.setattr(draw, "_draw_bar", lambda axes, bar, **kw: (bars.append(bar), original(axes, bar, **kw)))
     write_picture(schedule, played, tmp_path / "picture", form=form)
     assert (tmp_path / "picture").read_bytes().startswith(FIRST_BYTES[form])
-    assert [span for _, span, _ in bars] == [span for row in played.spans for span in row]
-    colours = {(span.action.op, span.action.stage // 2): colour for _, span, colour in bars}
-    assert len(set(colours.values())) == len({span.action.op for _, span, _ in bars}) * virtual
+    spans = [(rank, span) for rank, row in enumerate(played.spans) for span in row]
+    assert [(bar.row, bar.start, bar.start + bar.length, bar.text) for bar in bars] == [
+        (rank, span.start_s, span.end_s, str(span.action.mb)) for rank, span in spans
+    ]
+    colours = {(span.action.op, span.action.stage // 2): bar.colour for bar, (_, span) in zip(bars, spans, strict=True)}
+    assert len(set(colours.values())) == len({span.action.op for _, span in spans}) * virtual
 
 
 def test_command_prints_grid_and_numbers_and_writes_files(tmp_path):

@@ -4,16 +4,18 @@ The text grid has one row per pp rank and one column per unit of time; an action
 rest of its time, `.` is idle time. The picture has a bar per action, coloured by op, darker for later chunks of a rank.
 """
 
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Literal
 
-from megalite.parallel.pp.actions import Op
+from megalite.parallel.pp.actions import Action, Op
 from megalite.parallel.pp.schedule import Schedule
 from megalite.parallel.pp.simulate import Span, Timeline
 
 _STYLES = {Op.F: "cyan", Op.B: "green", Op.I: "yellow", Op.W: "magenta"}
 _COLOURS = {Op.F: "#4c8fd6", Op.B: "#5aab61", Op.I: "#e0a33c", Op.W: "#a873c4"}
+IDLE = "#f0f0f0"
 _MEANINGS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 
 
@@ -60,57 +62,106 @@ def _draw_cell(text: str, op: Op | None, width: int) -> str:
     return f"[{_STYLES[op]}]{filled}[/]{padding}" if op else filled + padding
 
 
+@dataclass(frozen=True)
+class Bar:
+    """One rectangle of a picture: in a row, over a time, with an optional text."""
+
+    row: float
+    start: float
+    length: float
+    colour: str
+    text: str = ""
+    height: float = 0.86
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What surrounds the bars."""
+
+    title: str
+    xlabel: str
+    rows: list[str]
+    length: float
+    legend: list[tuple[str, str]]
+    """(colour, text)."""
+    inches: float
+
+    @property
+    def points_per_unit(self) -> float:
+        """Width of a unit of time."""
+        return 72 * (self.inches - 1.2) / self.length
+
+
 def write_picture(schedule: Schedule, timeline: Timeline, path: str | Path, *, form: Literal["png", "svg"]) -> None:
     """Draw the timeline; needs matplotlib. Microbatch numbers are left out where they would not fit."""
+    length = float(timeline.makespan_s)
+    bars = [
+        Bar(rank, float(span.start_s), float(span.end_s - span.start_s), action_colour(schedule, rank, span.action),
+            str(span.action.mb))
+        for rank, row in enumerate(timeline.spans)
+        for span in row
+    ]  # fmt: skip
+    frame = Frame(
+        title=_title(schedule, timeline),
+        xlabel="time (forwards of one stage); the numbers are microbatches",
+        rows=[f"rank {rank}" for rank in range(schedule.pp)],
+        length=length,
+        legend=[*legend(schedule), (IDLE, "idle")],
+        inches=min(40.0, max(8.0, 0.22 * length + 1.5)),
+    )
+    paint(bars, frame, path, form=form)
+
+
+def action_colour(schedule: Schedule, rank: int, action: Action) -> str:
+    """By op, darker for later chunks of a rank."""
+    stages = schedule.stages_of(rank)
+    return _shade(_COLOURS[action.op], stages.index(action.stage), len(stages))
+
+
+def paint(bars: list[Bar], frame: Frame, path: str | Path, *, form: Literal["png", "svg"]) -> None:
+    """Draw bars, later ones over earlier ones, and write the picture."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    length = float(timeline.makespan_s)
-    inches = min(40.0, max(8.0, 0.22 * length + 1.5))
-    figure = Figure(figsize=(inches, 0.5 * schedule.pp + 1.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(frame.inches, 0.5 * len(frame.rows) + 1.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    for rank, row in enumerate(timeline.spans):
-        stages = schedule.stages_of(rank)
-        for span in row:
-            colour = _shade(_COLOURS[span.action.op], stages.index(span.action.stage), len(stages))
-            _draw_bar(axes, rank, span, colour, points_per_unit=72 * (inches - 1.2) / length)
-    axes.set_title(_title(schedule, timeline), fontsize=11, loc="left")
-    axes.set_xlim(0, length)
-    axes.set_ylim(schedule.pp - 0.5, -0.5)
-    axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
-    axes.set_xlabel("time (forwards of one stage)", fontsize=9)
-    axes.set_facecolor("#f0f0f0")
-    axes.tick_params(length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for bar in bars:
+        _draw_bar(axes, bar, points_per_unit=frame.points_per_unit)
+    axes.set_title(frame.title, fontsize=11, loc="left")
+    axes.set_xlim(0, frame.length)
+    axes.set_ylim(len(frame.rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(frame.rows)), frame.rows)
+    axes.set_xlabel(frame.xlabel, fontsize=9)
+    axes.set_facecolor(IDLE)
+    axes.tick_params(length=0, labelsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12 if frame.inches < 14 else 24, integer=True))
     for side in axes.spines.values():
         side.set_visible(False)
-    patches = [Patch(**entry) for entry in _legend(schedule)]
-    figure.legend(handles=patches, loc="outside lower left", ncols=5 if inches < 14 else 9, fontsize=8, frameon=False)
+    patches = [Patch(facecolor=colour, label=text, edgecolor="#c4c4c4", linewidth=0.6) for colour, text in frame.legend]
+    columns = 5 if frame.inches < 14 else 9
+    figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(path, format=form)
 
 
-def _draw_bar(axes, rank: int, span: Span, colour: str, *, points_per_unit: float) -> None:
-    """One action as a bar with its microbatch number."""
-    start, length = float(span.start_s), float(span.end_s - span.start_s)
-    axes.barh(rank, length, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
-    text = str(span.action.mb)
-    if length * points_per_unit > 6 * len(text) + 1:
-        dark = _luminance(colour) < 0.6
-        axes.text(start + length / 2, rank, text, ha="center", va="center", fontsize=8,
+def _draw_bar(axes, bar: Bar, *, points_per_unit: float) -> None:
+    axes.barh(bar.row, bar.length, left=bar.start, height=bar.height, color=bar.colour, edgecolor="white",
+              linewidth=min(0.8, 0.1 * bar.length * points_per_unit))  # fmt: skip
+    if bar.text and bar.length * points_per_unit > 6 * len(bar.text) + 1:
+        dark = _luminance(bar.colour) < 0.6
+        axes.text(bar.start + bar.length / 2, bar.row, bar.text, ha="center", va="center", fontsize=8,
                   color="white" if dark else "#202020")  # fmt: skip
 
 
-def _legend(schedule: Schedule) -> list[dict[str, str]]:
-    """One entry per op and chunk."""
+def legend(schedule: Schedule) -> list[tuple[str, str]]:
+    """Colour and meaning of each op and chunk."""
     chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.pp))
     ops = [op for op in _COLOURS if any(action.op is op for row in schedule.actions for action in row)]
-    entries = []
-    for op in ops:
-        for chunk in range(chunks):
-            label = _MEANINGS[op] + (f", chunk {chunk}" if chunks > 1 else "")
-            entries.append({"facecolor": _shade(_COLOURS[op], chunk, chunks), "label": label})
-    return [*entries, {"facecolor": "#f0f0f0", "label": "idle"}]
+    return [
+        (_shade(_COLOURS[op], chunk, chunks), _MEANINGS[op] + (f", chunk {chunk}" if chunks > 1 else ""))
+        for op in ops
+        for chunk in range(chunks)
+    ]
 
 
 def _title(schedule: Schedule, timeline: Timeline) -> str:

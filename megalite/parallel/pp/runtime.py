@@ -5,6 +5,7 @@ for its own input and for nothing else. Sent buffers are kept until their send i
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,9 +15,12 @@ from torch import Tensor
 from megalite.batch import Microbatch
 from megalite.comm.p2p import Message, irecv, isend
 from megalite.mesh import Mesh
+from megalite.observe.spans import Kind
 from megalite.parallel.pp.actions import Action, Op
 from megalite.parallel.pp.chunk import Chunk
 from megalite.parallel.pp.lower import Lowered
+
+_NOTHING = nullcontext()
 
 
 class StageActions(Protocol):
@@ -43,7 +47,7 @@ class Pass:
     train: bool
     inputs: dict[Action, Message | Tensor] = field(default_factory=dict)
     """F or B action -> its input, received or on the way; B stands for the I of a split backward too."""
-    sends: list[Message] = field(default_factory=list)
+    sends: list[tuple[Action, Message]] = field(default_factory=list)
     outputs: dict[Action, Tensor] = field(default_factory=dict)
     """F or B action -> its output, until it is sent or used by the neighbour stage on this rank."""
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -87,10 +91,17 @@ class PipelineRuntime:
         """
         state = Pass(batches, loss_grad, train)
         for index, action in enumerate(self.row):
-            self._execute(index, action, state)
-        for message in state.sends:
-            message.wait()
+            with self._span(action, "action"):
+                self._execute(index, action, state)
+        for action, message in state.sends:
+            with self._span(action, "message"):
+                message.wait()
         return [state.losses[mb] for mb in sorted(state.losses)]
+
+    def _span(self, action: Action, kind: Kind) -> AbstractContextManager[None]:
+        """Records the body of a `with` while a step is traced."""
+        spans = self.mesh.ledger.spans
+        return _NOTHING if spans is None else spans.span(f"wait {action}" if kind == "message" else str(action), kind)
 
     def _execute(self, index: int, action: Action, state: Pass) -> None:
         if action.op is Op.F:
@@ -112,7 +123,7 @@ class PipelineRuntime:
 
     def _forward(self, action: Action, state: Pass) -> None:
         stage, mb = action.stage, action.mb
-        x = _take(state.inputs, action)
+        x = self._take(state.inputs, action)
         y = self.chunks[stage].forward(mb, x, state.batches[mb], train=state.train)
         if stage == self.lowered.schedule.num_stages - 1:
             state.losses[mb] = y.sum(dtype=torch.promote_types(y.dtype, torch.float32))
@@ -123,7 +134,7 @@ class PipelineRuntime:
 
     def _backward(self, action: Action, state: Pass) -> None:
         stage, mb, chunk = action.stage, action.mb, self.chunks[action.stage]
-        output_grad = _take(state.inputs, Action(Op.B, stage, mb))
+        output_grad = self._take(state.inputs, Action(Op.B, stage, mb))
         if action.op is Op.B:
             grad = chunk.backward(mb, output_grad, reduce=(stage, mb) in self.reduces)
         else:
@@ -143,8 +154,9 @@ class PipelineRuntime:
         tensor = state.outputs.pop(Action(Op.F if forward else Op.B, action.stage, action.mb))
         to = self._rank_of(action.stage + (1 if forward else -1))
         tag = self._tag(action.stage, action.mb)
-        state.sends = [m for m in state.sends if m.handle is not None and not m.handle.is_completed()]
-        state.sends.append(isend(tensor.contiguous(), self._channel(forward), to=to, tag=tag, site=action.op.value))
+        state.sends = [(a, m) for a, m in state.sends if m.handle is not None and not m.handle.is_completed()]
+        message = isend(tensor.contiguous(), self._channel(forward), to=to, tag=tag, site=action.op.value)
+        state.sends.append((action, message))
 
     def _receive(self, action: Action, state: Pass) -> None:
         forward = action.op is Op.RECV_F
@@ -153,6 +165,14 @@ class PipelineRuntime:
         consumer = Action(Op.F if forward else Op.B, action.stage, action.mb)
         tag = self._tag(sender, action.mb)
         state.inputs[consumer] = irecv(buffer, self._channel(forward), source=self._rank_of(sender), tag=tag)
+
+    def _take(self, inputs: dict[Action, Message | Tensor], action: Action) -> Tensor | None:
+        """The input of a compute action; None for the first stage, which reads its tokens."""
+        found = inputs.pop(action, None)
+        if not isinstance(found, Message):
+            return found
+        with self._span(Action(Op.RECV_F if action.op is Op.F else Op.RECV_B, action.stage, action.mb), "message"):
+            return found.wait()
 
     def _channel(self, forward: bool):
         return self.mesh.pp if forward else self.mesh.pp_backward
@@ -163,12 +183,6 @@ class PipelineRuntime:
     def _tag(self, sender_stage: int, mb: int) -> int:
         """Unique per message and direction: the sending stage and the microbatch."""
         return mb * self.lowered.schedule.num_stages + sender_stage
-
-
-def _take(inputs: dict[Action, Message | Tensor], action: Action) -> Tensor | None:
-    """The input of a compute action; None for the first stage, which reads its tokens."""
-    found = inputs.pop(action, None)
-    return found.wait() if isinstance(found, Message) else found
 
 
 def _completing_backwards(row: tuple[Action, ...]) -> set[tuple[int, int]]:

@@ -5,32 +5,41 @@ different `pid`) show where a run leaves its plan. Format: the "Trace Event Form
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megalite.parallel.pp.simulate import Timeline
 
 TraceSpan = tuple[int, str, float, float]
-"""(rank, name, start_s, end_s); a name such as 2F0, or that of anything else a rank did."""
+"""(rank, name, start_s, end_s); a name such as 2F0, or that of anything else a rank did, of several words: the first
+one, without the numbers around it, is the event's category."""
 
 
-def trace_events(spans: Iterable[TraceSpan], *, process: str = "measured", pid: int = 0) -> dict[str, Any]:
+def trace_events(
+    spans: Iterable[TraceSpan],
+    *,
+    process: str = "measured",
+    pid: int = 0,
+    names: Mapping[int, str] | None = None,
+) -> dict[str, Any]:
     """The trace of these spans.
 
     Args:
         spans:   in any order; all times from the same start.
         process: the heading of the tracks.
         pid:     tells the tracks of several traces in one file apart.
+        names:   of the tracks by rank; default `rank 3`.
     """
-    spans = sorted(spans, key=lambda span: (span[0], span[2], span[3]))
+    spans = sorted(spans, key=lambda span: (span[0], span[2], -span[3]))
+    names = names or {}
     events = [_named("process_name", process, pid)]
     for rank in dict.fromkeys(rank for rank, *_ in spans):
-        events.append(_named("thread_name", f"rank {rank}", pid, tid=rank))
+        events.append(_named("thread_name", names.get(rank, f"rank {rank}"), pid, tid=rank))
         events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": rank, "args": {"sort_index": rank}})
     for rank, name, start_s, end_s in spans:
         times = {"ts": _microseconds(start_s), "dur": _microseconds(end_s - start_s)}
-        kind = name.strip("0123456789") or name
+        kind = name.partition(" ")[0].strip("0123456789") or name
         events.append({"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": rank, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -42,6 +51,15 @@ def _microseconds(time_s: float) -> float:
 
 def _named(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def joined(*traces: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """Traces of different `pid` in one; `extra` becomes its `otherData`."""
+    return {
+        "traceEvents": [event for trace in traces for event in trace["traceEvents"]],
+        "displayTimeUnit": "ms",
+        "otherData": extra,
+    }
 
 
 def timeline_spans(timeline: Timeline, *, unit_s: float = 1e-3) -> Iterator[TraceSpan]:
