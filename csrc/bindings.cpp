@@ -1,5 +1,5 @@
-// The only Python-facing file: numpy arrays in, numpy arrays out, error codes to ValueError. Kernels take the
-// addresses of tensors as integers; what they point at is the caller's business.
+// The Python module (shm_bindings.cpp adds the shared memory parts): numpy arrays in, numpy arrays out, error codes to
+// ValueError. Kernels take the addresses of tensors as integers; what they point at is the caller's business.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 #include "host.h"
 #include "host_kernels.h"
 #include "layer_kernels.h"
-#include "shm_flags.h"
+#include "shm_bindings.h"
 #ifdef MEGALITE_CUDA
 #include "cuda_kernels.h"
 #endif
@@ -220,17 +220,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("outputs"), py::arg("sizes"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
   m.def("adamw", &adamw, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"), py::arg("scale"),
         py::arg("threads"), py::arg("simd") = -1);
-  m.def("flag_store", [](uintptr_t flag, int32_t value) { megalite::flag_store(pointer<int32_t>(flag), value); },
-        py::arg("address"), py::arg("value"));
-  m.def("flag_load", [](uintptr_t flag) { return megalite::flag_load(pointer<const int32_t>(flag)); },
-        py::arg("address"));
-  m.def("flag_wait",
-        [](uintptr_t flag, int32_t value, double timeout_s) {
-          py::gil_scoped_release release;
-          return megalite::flag_wait(pointer<const int32_t>(flag), value, timeout_s);
-        },
-        py::arg("address"), py::arg("value"), py::arg("timeout_s"));
   m.def("square_sum", &square_sum, py::arg("grad"), py::arg("num"), py::arg("threads"), py::arg("simd") = -1);
+  megalite::bind_shm(m);
 #ifdef MEGALITE_CUDA
   m.attr("SQUARE_SUM_SCRATCH") = megalite::kSquareSumScratch;
   m.def("adamw_cuda", &adamw_cuda, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"),

@@ -8,12 +8,40 @@ a no-op.
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.observe.ledger import Ledger
+
+
+class LocalChannel(Protocol):
+    """Collectives of a group whose ranks reach each other's memory; see comm/attach.py for who provides it.
+
+    Calls block (on a GPU: are ordered on the current stream) and leave the same bits on all ranks. A failure is a
+    RuntimeError that names the global rank at fault, within the group's time limit.
+    """
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether calls with such a tensor can go this way; from its kind alone, so alike on all ranks."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """In place; op is sum, max or min."""
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> None:
+        """The ranks' shards in rank order; `shard` may be its own place in `out`."""
+
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> None:
+        """This rank's piece of the sum; `out` may be its own place in `full`."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """In place, from the group's rank `root`."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +53,8 @@ class Group:
     rank: int = 0
     pg: dist.ProcessGroup | None = None
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    local: LocalChannel | None = field(default=None, compare=False, repr=False)
+    """A faster way than `pg` for collectives; None without one."""
 
     @property
     def size(self) -> int:

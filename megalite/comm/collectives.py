@@ -1,20 +1,22 @@
 """Collectives on a mesh group: asynchronous, a no-op at size 1, every byte counted in the ledger.
 
-Invariant: results do not depend on arrival order. gloo's own reduce_scatter moves an all-reduce's bytes, so on CPU a
-reduce-scatter is an all-to-all and a sum in rank order, which sends (W-1)/W of the tensor and is deterministic.
+Invariant: results do not depend on arrival order. A call goes through the group's local channel where there is one that
+takes the tensors (it is then done when it returns), else through the process group. gloo's own reduce_scatter moves an
+all-reduce's bytes, so there a reduce-scatter is an all-to-all and a sum in rank order, which sends (W-1)/W of the
+tensor and is deterministic. The ledger counts the same for every way.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.mesh import Group
+from megalite.mesh import Group, LocalChannel
 
 Op = Literal["sum", "max", "min"]
 # torch 2.13 deprecates the older names, torch 2.11 has only those
@@ -77,6 +79,8 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum", site: str = "", 
     if group.size == 1 or tensor.numel() == 0:
         return Work()
     group.ledger.record(group.axis, "all_reduce", site, 2 * (group.size - 1) * tensor.nbytes // group.size)
+    if (local := _local(group, tensor)) is not None:
+        return _at(site, local.all_reduce, tensor, op)
     handle = dist.all_reduce(tensor, op=_OPS[op], group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
 
@@ -92,6 +96,8 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", asyn
             out.copy_(shard)
         return Work()
     group.ledger.record(group.axis, "all_gather", site, (group.size - 1) * shard.nbytes)
+    if (local := _local(group, out, shard)) is not None:
+        return _at(site, local.all_gather, out, shard)
     handle = _all_gather_single(out, shard, group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
 
@@ -101,7 +107,7 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
     """Sum the ranks' `full` tensors; rank r receives rows [r*n, (r+1)*n) of the sum in `out`.
 
     Communication: sends (W-1)/W of `full`'s bytes.
-    Numerics: on gloo summed in rank order in the tensor's dtype.
+    Numerics: on CPU ranks summed in rank order, bf16 and fp16 in fp32 with one rounding.
     Memory: on gloo one more tensor of `full`'s size until the wait.
     """
     if group.size == 1:
@@ -109,6 +115,8 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
             out.copy_(full)
         return Work()
     group.ledger.record(group.axis, "reduce_scatter", site, (group.size - 1) * out.nbytes)
+    if (local := _local(group, out, full)) is not None:
+        return _at(site, local.reduce_scatter, out, full)
     if full.device.type != "cpu":
         handle = _reduce_scatter_single(out, full, group=group.pg, async_op=True)
         return _started(Work(handle), async_op)
@@ -131,8 +139,26 @@ def broadcast(tensor: Tensor, group: Group, *, root: int = 0, site: str = "", as
         return Work()
     sent = (group.size - 1) * tensor.nbytes if group.rank == root else 0
     group.ledger.record(group.axis, "broadcast", site, sent)
+    if (local := _local(group, tensor)) is not None:
+        return _at(site, local.broadcast, tensor, root)
     handle = dist.broadcast(tensor, group.ranks[root], group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
+
+
+def _local(group: Group, *tensors: Tensor) -> LocalChannel | None:
+    """The group's channel if it takes all of the tensors."""
+    local = group.local
+    return local if local is not None and all(local.takes(tensor) for tensor in tensors) else None
+
+
+def _at(site: str, call: Callable[..., None], *arguments: Any) -> Work:
+    """Make a call of a channel; a failure says at which call site."""
+    try:
+        call(*arguments)
+    except RuntimeError as error:
+        error.add_note(f"at call site {site or '(unnamed)'}")
+        raise
+    return Work()
 
 
 def _started(work: Work, async_op: bool) -> Work:

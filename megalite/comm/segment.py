@@ -6,6 +6,7 @@ next job that starts here removes names whose creator (pid and start time) is de
 """
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -26,7 +27,14 @@ _HUNDREDTHS = 22
 
 
 class SegmentError(RuntimeError):
-    """Shared memory can't be had; the message says why, on which rank, and what to do. The same on all ranks."""
+    """Shared memory can't be had; the message says why and on which rank. The same on all ranks.
+
+    no_space: a smaller segment may fit.
+    """
+
+    def __init__(self, text: str, *, no_space: bool):
+        super().__init__(text)
+        self.no_space = no_space
 
 
 @dataclass(frozen=True)
@@ -174,12 +182,13 @@ def _create_own(wanted: dict[tuple[int, ...], int], rank: int, created: dict[tup
             created[ranks] = create(num_bytes)
 
 
-def _try(work: Callable[[], None]) -> str | None:
-    """None, or what the system said."""
+def _try(work: Callable[[], None]) -> tuple[str, bool] | None:
+    """None, or what the system said and whether it is a lack of space."""
     try:
         work()
     except OSError as error:
-        return f"{error.strerror or error} ({SHM_DIR}, {_free_bytes() >> 20} MiB free)"
+        no_space = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+        return f"{error.strerror or error} ({SHM_DIR}, {_free_bytes() >> 20} MiB free)", no_space
     return None
 
 
@@ -191,7 +200,8 @@ def _free_bytes() -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _raise_first(problems: list[str | None]) -> None:
+def _raise_first(problems: list[tuple[str, bool] | None]) -> None:
     for position, problem in enumerate(problems):
         if problem:
-            raise SegmentError(f"no shared memory on rank {position} of {len(problems)}: {problem}")
+            text, no_space = problem
+            raise SegmentError(f"no shared memory on rank {position} of {len(problems)}: {text}", no_space=no_space)

@@ -6,7 +6,6 @@ process, heap_virtual.py). Invariant: a flag has one writer; it holds the number
 wraps, compared as a signed difference) that its writer has got so far with, and is never reset.
 """
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch

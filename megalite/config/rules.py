@@ -32,6 +32,7 @@ def problems(config: Config) -> list[str]:
         *_lr(config.lr, config.run.steps),
         *_data(config),
         *_trace(config.run),
+        *_comm(config),
     ]
     if config.precision.compute == "fp64" and config.precision.reduce == "bf16":
         found.append(
@@ -334,6 +335,11 @@ def _state(config: Config) -> Iterator[str]:
             "precision.moments=bf16 with optimizer.implementation=apex, which keeps fp32 moments; use "
             "precision.moments=fp32 or optimizer.implementation=auto"
         )
+
+
+def _comm(config: Config) -> Iterator[str]:
+    if config.run.device == "cuda":
+        yield from _unused(config.comm, "comm", {"cpu_backend": "with run.device=cuda"})
 
 
 def _lr(lr: Lr, steps: int) -> Iterator[str]:

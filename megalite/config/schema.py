@@ -304,8 +304,9 @@ class Run(Section):
 class Comm(Section):
     """Communication."""
 
-    cpu_backend: Literal["auto", "gloo"] = "auto"
-    """Transport of collectives between CPU ranks."""
+    cpu_backend: Literal["auto", "gloo", "shm"] = "auto"
+    """Transport of collectives between CPU ranks. shm: shared memory, for ranks of one host. auto: shm for the groups
+    that can, else gloo."""
 
 
 class Kernels(Section):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.keep import resolve
+from megalite.comm.attach import attach_channels
 from megalite.config.schema import Config
 from megalite.data.loader import build_loader
 from megalite.mesh import Mesh, build_mesh, check_world_size
@@ -44,6 +45,7 @@ def run(config: Config, env: Mapping[str, str]) -> int:
         mesh = build_mesh(
             sizes_of(config), device=device, timeout_s=config.run.timeout_s, kv_replicas=config.kv_replicas
         )
+        mesh = attach_channels(mesh, config.comm, timeout_s=config.run.timeout_s)
         return train(config, mesh, stop)
 
 

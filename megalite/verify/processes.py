@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.comm.attach import attach_channels
 from megalite.config.schema import Config
 from megalite.mesh import build_mesh, single_device_mesh
 from megalite.train.build import sizes_of
@@ -90,6 +91,7 @@ def _rank(layouts: Mapping[str, Config], rank: int, store: str, say: Say) -> dic
             timeout=timedelta(seconds=timeout_s),
         )
     mesh = build_mesh(sizes, device=torch.device("cpu"), timeout_s=timeout_s, kv_replicas=config.kv_replicas)
+    mesh = attach_channels(mesh, config.comm, timeout_s=timeout_s)
     reports = {}
     for label, layout in layouts.items():
         reports[label] = run_rank(layout, mesh, say=_labelled(say, label), poison=label == next(iter(layouts)))

@@ -57,7 +57,7 @@ class Layout:
     def one_rank(self) -> dict[str, Any]:
         """The same model, batch and optimizer with no parallelism, no ZeRO and no recompute."""
         settings = self.settings
-        for section in ("mesh", "pipeline", "zero", "recompute", "overlap"):
+        for section in ("mesh", "pipeline", "zero", "recompute", "overlap", "comm"):
             settings.pop(section, None)
         return settings
 
@@ -218,6 +218,10 @@ LAYOUTS = {
     "dropout-tp2-chunked-full-recompute": Layout(
         f"mesh.tp=2 {CHUNKED} recompute=full model.dropout=0.1 model.attention_dropout=0.1"
     ),
+    # collectives through gloo, where all others share memory
+    "gloo-tp2": Layout("mesh.tp=2 comm.cpu_backend=gloo"),
+    "gloo-dp2-zero3": Layout("mesh.dp=2 zero.stage=3 comm.cpu_backend=gloo"),
+    "gloo-dp2-pp2-tp2-zero3": Layout(f"mesh.dp=2 mesh.pp=2 mesh.tp=2 {INTERLEAVED} zero.stage=3 comm.cpu_backend=gloo"),
     # float32
     "fp32-tp2": Layout(f"mesh.tp=2 precision.compute=fp32 {SGD}"),
     "fp32-dp2-pp2-tp2-zero3": Layout(f"mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 precision.compute=fp32 {SGD}"),

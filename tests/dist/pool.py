@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.comm.attach import attach_channels
+from megalite.config.schema import Comm
 from megalite.mesh import Mesh, Sizes, build_mesh
 from tests.dist.zygote import GROUP_TIMEOUT_S, OK
 
@@ -200,22 +202,21 @@ def _split(answer: bytes) -> tuple[bytes, Any]:
 
 SERVER = Server()
 
-KEPT_MESHES: OrderedDict[tuple[Sizes, int], Mesh] = OrderedDict()
+KEPT_MESHES: OrderedDict[tuple[Sizes, int, str], Mesh] = OrderedDict()
 
 
-def mesh_for(sizes: Sizes, kv_replicas: int = 1) -> Mesh:
+def mesh_for(sizes: Sizes, kv_replicas: int = 1, *, cpu_backend: str = "auto") -> Mesh:
     """In a rank: this rank's mesh of the whole pool, with an empty ledger; kept for later tasks.
 
     Every rank of the pool must ask for the same meshes in the same order. The groups of the least recently used mesh
     are destroyed when a rank would hold more than MAX_MESHES.
     """
-    key = (sizes, kv_replicas)
+    key = (sizes, kv_replicas, cpu_backend)
     if key not in KEPT_MESHES:
         while len(KEPT_MESHES) >= MAX_MESHES:
             _destroy(KEPT_MESHES.popitem(last=False)[1])
-        KEPT_MESHES[key] = build_mesh(
-            sizes, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S, kv_replicas=kv_replicas
-        )
+        mesh = build_mesh(sizes, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S, kv_replicas=kv_replicas)
+        KEPT_MESHES[key] = attach_channels(mesh, Comm(cpu_backend=cpu_backend), timeout_s=GROUP_TIMEOUT_S)
     KEPT_MESHES.move_to_end(key)
     KEPT_MESHES[key].ledger.reset()
     return KEPT_MESHES[key]

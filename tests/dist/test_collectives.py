@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite import native
 from megalite.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from megalite.comm.p2p import irecv, isend
 from megalite.mesh import Sizes, single_device_mesh
 from megalite.observe.ledger import Entry
 from tests.dist.pool import mesh_for, run_ranks
 
+SHM = pytest.param("shm", marks=pytest.mark.skipif(native.load() is None, reason="needs the compiled extension"))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -24,8 +26,9 @@ def only_entry(ledger) -> tuple[str, str, str, int]:
     return entry.axis, entry.op, entry.site, ledger.sent_bytes[entry]
 
 
-def every_collective(rank: int, world: int, dtype: torch.dtype, async_op: bool) -> None:
-    mesh = mesh_for(Sizes(tp=world))
+def every_collective(rank: int, world: int, dtype: torch.dtype, async_op: bool, cpu_backend: str) -> None:
+    mesh = mesh_for(Sizes(tp=world), cpu_backend=cpu_backend)
+    assert (mesh.tp.local is not None) == (cpu_backend == "shm")
     group, ledger = mesh.tp, mesh.ledger
     everyone = [numbers(r, world * 3, 5, dtype=dtype) for r in range(world)]
     full_bytes = everyone[0].nbytes
@@ -73,8 +76,9 @@ def every_collective(rank: int, world: int, dtype: torch.dtype, async_op: bool) 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", [2, 4])
-def test_values_and_bytes(world: int, dtype: torch.dtype, async_op: bool):
-    run_ranks(world, every_collective, dtype, async_op)
+@pytest.mark.parametrize("cpu_backend", ["gloo", SHM])
+def test_values_and_bytes(world: int, dtype: torch.dtype, async_op: bool, cpu_backend: str):
+    run_ranks(world, every_collective, dtype, async_op, cpu_backend)
 
 
 def empty_tensors(rank: int, world: int) -> None:

@@ -30,7 +30,8 @@ roundings, as that of k's bias is without rope."""
 def run_layout(rank: int, world: int, settings: dict[str, Any], masks: Masks) -> dict[str, Any]:
     """Train NUM_STEPS steps; whole tensors come from the last rank only, scalars from all."""
     config = check(settings, {}, name="layout")
-    trainer = build(config, mesh_for(sizes_of(config), kv_replicas=config.kv_replicas))
+    mesh = mesh_for(sizes_of(config), config.kv_replicas, cpu_backend=config.comm.cpu_backend)
+    trainer = build(config, mesh)
     result: dict[str, Any] = {"initial": full_params(trainer), "scalars": [], "grads": []}
     for step in range(NUM_STEPS):
         batches = own_microbatches(config, trainer.mesh.dp.rank, global_batch(settings, masks, step), step)
@@ -158,6 +159,7 @@ def test_the_table_covers_every_axis_alone_and_together():
         ways = {config.overlap.backend, *config.overlap.sites.values()} if mesh.tp > 1 else set()
         seen |= {f"overlap-{way}-sp-{config.sequence_parallel}" for way in ways}
         seen |= {"few"} if config.batch.num_microbatches < mesh.pp else set()
+        seen |= {f"{config.comm.cpu_backend} {layout.world}"}
         seen |= {"odd"} if config.batch.num_microbatches % mesh.pp else set()
     wanted = {f"{axis}{size}" for axis in ("tp", "pp", "dp", "virtual") for size in (1, 2, 4)}
     wanted |= {"gpipe", "1f1b", "interleaved", "micro1", "micro2", "none", "selective", "full", "uneven", "documents"}
@@ -166,5 +168,6 @@ def test_the_table_covers_every_axis_alone_and_together():
     wanted |= {"zero0-step", "zero1-step", "zero2-step", "zero2-microbatch", "zero3-step", "zero3-microbatch"}
     wanted |= {"forward", "microbatch", "step", "kv < tp", "no sp", "vocab padded", "few", "odd"}
     wanted |= {f"overlap-{way}" for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False")}
+    wanted |= {"gloo 2", "gloo 8", "auto 2", "auto 4", "auto 8"}
     wanted |= {"hsdp-zero1", "hsdp-zero2", "hsdp-zero3"}
     assert wanted <= seen, wanted - seen

@@ -1,5 +1,6 @@
-"""The symmetric heap within one process: layout, sharing between virtual ranks, wrong uses, and torch's module faked."""
+"""The symmetric heap in one process: layout, sharing between virtual ranks, wrong uses, a fake of torch's module."""
 
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -52,7 +53,7 @@ def test_pieces_do_not_overlap_whatever_the_sizes():
         views = [piece.buffer(block, 0), piece.buffer(block, 1), piece.flags(block)]
         assert [tuple(v.shape) for v in views] == [shape, shape, (3, num_flags)]
         spans = [(v.data_ptr() - block.data_ptr(), v.data_ptr() - block.data_ptr() + v.nbytes) for v in views]
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= piece.num_bytes
         assert piece.num_bytes % ALIGNMENT == 0
 
