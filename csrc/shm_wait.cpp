@@ -85,7 +85,7 @@ bool process_alive(const ShmProcess& process) {
 }
 
 void shm_post(ShmFlag* flag, uint32_t value) {
-  __atomic_exchange_n(&flag->value, value, MEGALITE_SHM_POST);
+  __atomic_exchange_n(&flag->value, value, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&flag->sleepers, __ATOMIC_SEQ_CST) != 0) futex_wake_all(&flag->value);
 }
 

@@ -8,14 +8,6 @@
 
 #include "shm_layout.h"
 
-// Weakened by a test, which must then see a race reported.
-#ifndef MEGALITE_SHM_POST
-#define MEGALITE_SHM_POST __ATOMIC_SEQ_CST
-#endif
-#ifndef MEGALITE_SHM_LOOK
-#define MEGALITE_SHM_LOOK __ATOMIC_SEQ_CST
-#endif
-
 namespace megalite {
 
 enum class ShmState : int { kOk = 0, kLate = 1, kDead = 2, kMismatch = 3, kFailed = 4, kInterrupted = 5 };
@@ -53,7 +45,7 @@ struct ShmGroup {
 // Set a flag that only the caller writes, and wake who sleeps on it.
 void shm_post(ShmFlag* flag, uint32_t value);
 
-inline uint32_t shm_look(const ShmFlag* flag) { return __atomic_load_n(&flag->value, MEGALITE_SHM_LOOK); }
+inline uint32_t shm_look(const ShmFlag* flag) { return __atomic_load_n(&flag->value, __ATOMIC_SEQ_CST); }
 
 inline bool shm_reached(uint32_t flag, uint32_t value) { return static_cast<int32_t>(flag - value) >= 0; }
 
