@@ -98,6 +98,9 @@ def create(num_bytes: int) -> str:
     Raises:
         OSError: no space (ENOSPC), no /dev/shm, no right to write.
     """
+    room = min(_free_bytes(), _available_memory())
+    if num_bytes > room:  # asked before, since filling the memory to find out could get other processes killed
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     me = this_process()
     name = f"megalite-{pid_namespace()}-{me.pid}-{me.start}-{next(_COUNTER)}"
     fd = os.open(SHM_DIR / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -198,6 +201,15 @@ def _free_bytes() -> int:
     except OSError:
         return 0
     return stat.f_bavail * stat.f_frsize
+
+
+def _available_memory() -> int:
+    """Bytes that the host can give without swapping."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else 2**63
 
 
 def _raise_first(problems: list[tuple[str, bool] | None]) -> None:
