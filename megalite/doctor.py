@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megalite import native
+from megalite.comm.attach import shared_memory_missing
+from megalite.comm.segment import SHM_DIR, free_bytes
+from megalite.comm.symmetric import symmetric_missing
 from megalite.config.schema import Kernels
 from megalite.kernels.registry import interpreting, select, triton_missing
 from megalite.observe.hardware import peak_flops
@@ -23,6 +26,8 @@ from megalite.optim.apex import apex_problem
 
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)
+ROOM_BYTES = 64 << 20
+"""In /dev/shm, with which 8 CPU ranks in any mesh get segments of full size."""
 OPTIONAL = {"tensorboard": "run.tensorboard=true", "liger_kernel": "a column of `megalite kernels bench`"}
 
 
@@ -157,9 +162,29 @@ def _collectives() -> Iterator[Finding]:
     gloo = "gloo for CPU ranks" if dist.is_gloo_available() else "no gloo, so no CPU ranks"
     if not dist.is_nccl_available():
         yield Finding("ok" if dist.is_gloo_available() else "problem", "collectives", f"{gloo}; no NCCL in this torch")
-        return
-    version = ".".join(str(part) for part in torch.cuda.nccl.version()) if torch.cuda.is_available() else "present"
-    yield Finding("ok", "collectives", f"{gloo}; NCCL {version} for GPU ranks")
+    else:
+        version = ".".join(str(part) for part in torch.cuda.nccl.version()) if torch.cuda.is_available() else "present"
+        yield Finding("ok", "collectives", f"{gloo}; NCCL {version} for GPU ranks")
+    yield shared_memory(shared_memory_missing(), free_bytes())
+    missing = symmetric_missing(_device())
+    yield Finding("absent" if missing else "ok", "NVLink heap", missing or "torch's symmetric memory can be used")
+
+
+def shared_memory(missing: str | None, free_bytes: int) -> Finding:
+    """Whether the CPU ranks of this host can share memory.
+
+    Args:
+        missing:    why not, or None.
+        free_bytes: in /dev/shm.
+    """
+    name, fall_back = "shared mem.", "collectives of CPU ranks go through gloo"
+    if missing:
+        return Finding("absent", name, f"{missing}: {fall_back}")
+    text = f"{free_bytes >> 20} MiB free in {SHM_DIR} for collectives of CPU ranks"
+    if free_bytes < ROOM_BYTES:
+        hint = f"{ROOM_BYTES >> 20} MiB are comfortable, less is slower (docker run --shm-size=256m)"
+        return Finding("problem", name, text, hint)
+    return Finding("ok", name, text)
 
 
 def _packages() -> Iterator[Finding]:

@@ -98,7 +98,7 @@ def create(num_bytes: int) -> str:
     Raises:
         OSError: no space (ENOSPC), no /dev/shm, no right to write.
     """
-    room = min(_free_bytes(), _available_memory())
+    room = min(free_bytes(), _available_memory())
     if num_bytes > room:  # asked before, since filling the memory to find out could get other processes killed
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     me = this_process()
@@ -191,11 +191,12 @@ def _try(work: Callable[[], None]) -> tuple[str, bool] | None:
         work()
     except OSError as error:
         no_space = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-        return f"{error.strerror or error} ({SHM_DIR}, {_free_bytes() >> 20} MiB free)", no_space
+        return f"{error.strerror or error} ({SHM_DIR}, {free_bytes() >> 20} MiB free)", no_space
     return None
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
+    """Room in /dev/shm; 0 where there is none."""
     try:
         stat = os.statvfs(SHM_DIR)
     except OSError:

@@ -4,7 +4,6 @@ Invariant: a call ends with the same bits on all ranks, or with a RuntimeError o
 names the rank at fault. After a failure every later call fails at once, since ranks would no longer be in step.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -84,7 +83,7 @@ class ShmChannel:
         Numerics: in rank order; bf16 and fp16 are accumulated in fp32 and rounded once. max and min hand on NaN.
         """
         numbers = (tensor.data_ptr(), tensor.numel(), ELEMENTS[tensor.dtype], OPS[op])
-        self._call(lambda: self._lib.all_reduce(*numbers), f"all_reduce ({op})", tensor)
+        self._call(self._lib.all_reduce, numbers, f"all_reduce ({op})", tensor)
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> None:
         """Sum the ranks' `full`; rank r gets piece r.
@@ -94,42 +93,47 @@ class ShmChannel:
         assert full.numel() == out.numel() * len(self.ranks)
         assert full.dtype == out.dtype
         numbers = (out.data_ptr(), full.data_ptr(), out.numel(), ELEMENTS[out.dtype])
-        self._call(lambda: self._lib.reduce_scatter(*numbers), "reduce_scatter", full)
+        self._call(self._lib.reduce_scatter, numbers, "reduce_scatter", full)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> None:
         """Put the ranks' shards into `out`, in rank order."""
         assert out.numel() == shard.numel() * len(self.ranks)
         assert out.dtype == shard.dtype
         numbers = (out.data_ptr(), shard.data_ptr(), shard.nbytes)
-        self._call(lambda: self._lib.all_gather(*numbers), "all_gather", shard)
+        self._call(self._lib.all_gather, numbers, "all_gather", shard)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy the tensor of the group's rank `root` to all."""
         numbers = (tensor.data_ptr(), tensor.nbytes, root)
-        self._call(lambda: self._lib.broadcast(*numbers), f"broadcast from rank {self.ranks[root]}", tensor)
+        self._call(self._lib.broadcast, numbers, f"broadcast from rank {self.ranks[root]}", tensor)
 
     def barrier(self) -> None:
         """Return when all ranks of the group have called it."""
-        self._call(self._lib.barrier, "barrier", None)
+        self._call(self._lib.barrier, (), "barrier", None)
 
-    def _call(self, work: Callable[[], tuple[int, list[int]]], what: str, tensor: Tensor | None) -> None:
-        me, content = self.ranks[self._rank], "" if tensor is None else f" of {_described(tensor)}"
-        what = f"{what}{content} over ranks {_listed(self.ranks)}"
+    def _call(
+        self, work: Callable[..., tuple[int, list[int]]], numbers: tuple[int, ...], what: str, tensor: Tensor | None
+    ) -> None:
         try:
-            state, at_fault = work()
+            state, at_fault = work(*numbers)
         except BaseException as error:  # a signal's: the call is lost half-way, for everyone
-            self._lib.fail(f"rank {me} was interrupted ({type(error).__name__}) in {what}")
+            text = f"rank {self.ranks[self._rank]} was interrupted ({type(error).__name__}) in "
+            self._lib.fail(text + self._described(what, tensor))
             raise
-        if state == OK:
-            return
-        if state == FAILED:
-            raise RuntimeError(f"rank {me} can't do {what}: the ranks are out of step since: {self._lib.failure()}")
-        text = self._reason(state, at_fault, what)
-        self._lib.fail(text)
-        raise RuntimeError(text)
+        if state != OK:
+            text = self._reason(state, at_fault, self._described(what, tensor))
+            if state != FAILED:
+                self._lib.fail(text)
+            raise RuntimeError(text)
+
+    def _described(self, what: str, tensor: Tensor | None) -> str:
+        content = "" if tensor is None else f" of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+        return f"{what}{content} over ranks {_listed(self.ranks)}"
 
     def _reason(self, state: int, at_fault: list[int], what: str) -> str:
         me, others = self.ranks[self._rank], [self.ranks[r] for r in at_fault]
+        if state == FAILED:
+            return f"rank {me} can't do {what}: the ranks are out of step since: {self._lib.failure()}"
         if state == DEAD:
             pids = _listed([self._pids[r] for r in at_fault])
             return f"rank {_listed(others)} died (pid {pids}); rank {me} waited for it in {what}"
@@ -145,10 +149,6 @@ class ShmChannel:
 def segment_bytes(size: int, tuning: Tuning) -> int:
     """Shared memory of a channel of `size` ranks."""
     return native.load().shm_segment_bytes(size, tuning.slot_bytes)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{math.prod(tensor.shape)} x {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _listed(numbers: list[int] | tuple[int, ...]) -> str:

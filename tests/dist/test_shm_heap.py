@@ -75,7 +75,7 @@ def test_a_barrier_that_one_rank_does_not_reach():
 
 def too_large(rank: int, world: int) -> str:
     heap = open_heap(mesh_for(Sizes(tp=world)).tp, device=CPU, timeout_s=30.0)
-    with mock.patch.object(segment, "_free_bytes", lambda: 1 << 20), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(segment, "free_bytes", return_value=1 << 20), pytest.raises(RuntimeError) as caught:
         heap.allocate((1 << 20,), torch.uint8)
     heap.allocate((5,), torch.uint8)
     return str(caught.value)

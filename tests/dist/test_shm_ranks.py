@@ -66,14 +66,14 @@ def on_one_host(rank: int, world: int) -> None:
     assert names() == []
 
 
-def test_one_host(request):
+def test_one_host():
     run_ranks(4, on_one_host)
 
 
 def with_host(rank: int, host: int):
     """Make this rank claim to be on another host."""
-    own = attach._this_rank()
-    return mock.patch.object(attach, "_this_rank", lambda: replace(own, host=(host,), hostname=f"node{host}"))
+    claim = replace(attach._this_rank(), host=(host,), hostname=f"node{host}")
+    return mock.patch.object(attach, "_this_rank", return_value=claim)
 
 
 def on_two_hosts(rank: int, world: int) -> tuple[dict[str, bool], str]:
@@ -125,7 +125,7 @@ def test_a_small_dev_shm_gets_small_slots_and_a_full_one_none():
 
 def without_extension(rank: int, world: int) -> tuple:
     missing = "the compiled extension is missing (no compiler)" if rank == 1 else None
-    with mock.patch.object(attach, "shared_memory_missing", lambda: missing):
+    with mock.patch.object(attach, "shared_memory_missing", return_value=missing):
         return channel_kinds(attached(plain_mesh(world), "auto")), attached(plain_mesh(world), "shm")
 
 

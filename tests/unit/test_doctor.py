@@ -4,7 +4,7 @@ import pytest
 
 from megalite import doctor
 from megalite.cli import main
-from megalite.doctor import extension, gpu, no_gpu
+from megalite.doctor import extension, gpu, no_gpu, shared_memory
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 BUILT = {"built": True, "cuda": True, "compiler": "/usr/bin/g++", "nvcc": "/usr/bin/nvcc", "error": None}
@@ -36,6 +36,20 @@ def test_why_there_is_no_gpu(cuda, has_driver, error, state, words):
 )
 def test_gpus(name, capability, state, words):
     finding = gpu("gpu 0", name, 80 << 30, capability)
+    assert finding.state == state
+    assert words in f"{finding.text} {finding.hint}"
+
+
+@pytest.mark.parametrize(
+    ("missing", "free_bytes", "state", "words"),
+    [
+        (None, 300 << 20, "ok", "300 MiB free in /dev/shm"),
+        (None, 9 << 20, "problem", "9 MiB free in /dev/shm for collectives of CPU ranks 64 MiB are comfortable"),
+        ("/dev/shm is not there", 0, "absent", "/dev/shm is not there: collectives of CPU ranks go through gloo"),
+    ],
+)
+def test_shared_memory(missing, free_bytes, state, words):
+    finding = shared_memory(missing, free_bytes)
     assert finding.state == state
     assert words in f"{finding.text} {finding.hint}"
 

@@ -1,5 +1,6 @@
 """The shared memory channel with threads for ranks: values, bits, sizes, wrapping counters, and how calls fail."""
 
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -273,6 +274,24 @@ def test_a_rank_that_ended_after_its_part_does_no_harm():
     team = Team(3, dead=1)
     calls = [lambda c: c.barrier(), lambda c: c.barrier(), lambda c: (time.sleep(0.5), c.barrier())[1]]
     assert team.run(lambda c, r: calls[r](c)) == [None] * 3
+
+
+def test_a_signal_ends_a_wait_and_the_channel():
+    team = Team(2)
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            team.channels[0].barrier()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(RuntimeError, match=r"since: rank 4 was interrupted \(KeyboardInterrupt\) in barrier"):
+        team.channels[1].barrier()
 
 
 def test_waiting_lets_other_threads_run():

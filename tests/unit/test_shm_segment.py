@@ -69,7 +69,7 @@ def test_too_small_or_missing_is_an_error():
         attach(name, 4096)
 
 
-@pytest.mark.parametrize("scarce", ["_free_bytes", "_available_memory"])
+@pytest.mark.parametrize("scarce", ["free_bytes", "_available_memory"])
 def test_no_space_is_an_error_before_any_memory_is_taken(monkeypatch, scarce):
     monkeypatch.setattr(os, "posix_fallocate", None)  # not to be called
     monkeypatch.setattr(segment, scarce, lambda: 5000)
@@ -80,7 +80,7 @@ def test_no_space_is_an_error_before_any_memory_is_taken(monkeypatch, scarce):
 
 def test_room_is_what_the_system_says():
     stat = os.statvfs(SHM_DIR)
-    assert 0 <= segment._free_bytes() <= stat.f_blocks * stat.f_frsize
+    assert 0 <= segment.free_bytes() <= stat.f_blocks * stat.f_frsize
     assert 2**26 < segment._available_memory() < 2**50
 
 
