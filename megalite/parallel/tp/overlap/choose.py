@@ -13,7 +13,7 @@ from megalite.config.overlap import Overlap as Wanted
 from megalite.parallel.tp.overlap.base import Overlap, Passes
 from megalite.parallel.tp.overlap.chunked import Chunked
 from megalite.parallel.tp.overlap.none import NO_OVERLAP, PLAIN
-from megalite.parallel.tp.overlap.table import RATES, LinearSize, Rates, Way, predict
+from megalite.parallel.tp.overlap.table import RATES, LinearSize, Way, predict
 from megalite.parallel.tp.rows import TensorParallel
 
 WAYS: dict[tuple[str, str], Way] = {
