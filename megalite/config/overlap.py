@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from megalite.config.fields import Positive, Section
 from megalite.config.presets import near_names
 
-Backend = Literal["auto", "none", "chunked"]
+Backend = Literal["auto", "none", "chunked", "symm"]
 
 _WIDE = {"swiglu": "mlp.gate_up", "gelu": "mlp.up"}
 
@@ -44,7 +44,8 @@ class Overlap(Section):
 
     backend: Backend = "auto"
     """none: whole collectives before or after whole GEMMs. chunked: in pieces, each under the GEMM of another piece.
-    auto: by what a table of measured and modelled rates predicts for the shapes at hand."""
+    symm: one kernel over memory that all ranks of tp can address. auto: none or chunked, by what a table of measured
+    and modelled rates predicts for the shapes at hand."""
     chunks: Annotated[Positive | None, BeforeValidator(_auto)] = None
     """Of chunked: pieces in which each rank's share of the rows travels. Default (or auto): by the same table."""
     sites: Annotated[dict[str, Backend], BeforeValidator(_dotted)] = {}  # noqa: RUF012 - pydantic copies it

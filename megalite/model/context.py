@@ -11,6 +11,7 @@ from megalite.kernels.registry import Selection, select
 from megalite.mesh import Mesh
 from megalite.observe.log import get_logger
 from megalite.parallel.tp.overlap.choose import NO_CHOICES, Choices, Linear, choose, transport_of
+from megalite.parallel.tp.overlap.symm import open_symm
 from megalite.parallel.tp.rows import TensorParallel
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -74,7 +75,9 @@ def model_context(config: Config, mesh: Mesh) -> ModelContext:
     """The context of this rank; logs which kernels and which overlap it uses.
 
     Raises:
-        ValueError: a choice of config.kernels that can't be met on the mesh's device.
+        ValueError: a choice of config.kernels or config.overlap that can't be met on the mesh's device.
+
+    Communication: with overlap.backend=symm, makes the heap of the tp group.
     """
     dtype = DTYPES[config.precision.compute]
     kernels = select(config.kernels, mesh.device, dtype)
@@ -100,6 +103,7 @@ def _overlap(config: Config, mesh: Mesh, context: ModelContext) -> Choices:
         dtype=context.dtype,
         tp=context.tp,
         transport=transport_of(context.tp, mesh.device),
+        symm=lambda: open_symm(mesh.tp, device=mesh.device, dtype=context.dtype, timeout_s=config.run.timeout_s),
     )
     if context.tp.size > 1:
         get_logger().info("overlap of %d rows:\n  %s", rows, choices.table().replace("\n", "\n  "))

@@ -162,10 +162,18 @@ def _batch(config: Config, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overlap(config: Config, values: dict[str, Any]) -> dict[str, Any]:
-    """Not more pieces than rows."""
-    chunks, batch = config.overlap.chunks, values["batch"]
+    """Not more pieces than rows; pieces in place of symm, whose kernels need a GPU."""
+    overlap, batch = config.overlap, values["batch"]
     rows = batch["micro_batch_size"] * batch["seq_len"] // values["mesh"]["tp"]
-    return {"chunks": None if chunks is None else min(chunks, rows)}
+    return {
+        "backend": _on_cpu(overlap.backend),
+        "chunks": None if overlap.chunks is None else min(overlap.chunks, rows),
+        "sites": {site: _on_cpu(backend) for site, backend in overlap.sites.items()},
+    }
+
+
+def _on_cpu(backend: str) -> str:
+    return "chunked" if backend == "symm" else backend
 
 
 def _optimizer(config: Config) -> dict[str, Any]:

@@ -37,6 +37,7 @@ RECOMPUTE_LIST = (
     'recompute=[{"layers":[0,1],"ops":["attention","mlp"]},{"layers":[1,2],"ops":"full"},'
     '{"layers":[3,4],"ops":["activation"]}]'
 )
+SYMM = "overlap.backend=symm model.num_layers=2 batch.global_batch_size=2"
 CHUNKED = "overlap.backend=chunked overlap.chunks=2"
 Masks = Literal["full", "uneven", "documents"]
 
@@ -197,6 +198,12 @@ LAYOUTS = {
         "overlap.sites.mlp.down.forward=chunked overlap.sites.attention.out.backward=chunked "
         "overlap.sites.mlp.gate_up.forward=chunked batch.micro_batch_size=2"
     ),
+    # the same fused into one kernel, in Triton's interpreter
+    "tp2-symm": Layout(f"mesh.tp=2 {SYMM} batch.micro_batch_size=2"),
+    "tp2-no-sp-symm-gpt-bias-sgd": Layout(
+        f"mesh.tp=2 mesh.sequence_parallel=false {SYMM} {GPT} model.bias=true batch.micro_batch_size=2 {SGD}"
+    ),
+    "dp2-pp2-tp2-zero3-symm": Layout(f"mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 {SYMM}"),
     # optimizer state on the host
     "dp2-zero1-offload": Layout("mesh.dp=2 zero.stage=1 zero.offload_optimizer=cpu"),
     "dp2-tp2-zero3-offload-main": Layout(

@@ -167,7 +167,10 @@ def test_the_table_covers_every_axis_alone_and_together():
     wanted |= {"zero0-tp1-pp1", "zero1-tp2-pp2", "zero2-tp2-pp2", "zero3-tp2-pp1", "zero3-tp1-pp2", "zero3-tp2-pp2"}
     wanted |= {"zero0-step", "zero1-step", "zero2-step", "zero2-microbatch", "zero3-step", "zero3-microbatch"}
     wanted |= {"forward", "microbatch", "step", "kv < tp", "no sp", "vocab padded", "few", "odd"}
-    wanted |= {f"overlap-{way}" for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False")}
     wanted |= {"gloo 2", "gloo 8", "auto 2", "auto 4", "auto 8"}
+    wanted |= {
+        f"overlap-{way}"
+        for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False", "symm-sp-True", "symm-sp-False")
+    }
     wanted |= {"hsdp-zero1", "hsdp-zero2", "hsdp-zero3"}
     assert wanted <= seen, wanted - seen

@@ -23,8 +23,15 @@ def tp_group(size: int, *, rank: int = 0, sequence_parallel: bool = True) -> Ten
     return TensorParallel(Group("tp", ranks=tuple(range(size)), rank=rank), sequence_parallel)
 
 
-def chosen(section: dict, *, tp: TensorParallel, rows: int = 4096, transport: str = "gloo", dtype=torch.float32):
-    return choose(Overlap.model_validate(section), LINEARS, rows=rows, dtype=dtype, tp=tp, transport=transport)
+def never() -> None:
+    raise AssertionError("nothing here uses symm")
+
+
+def chosen(
+    section: dict, *, tp: TensorParallel, rows: int = 4096, transport: str = "gloo", dtype=torch.float32, symm=never
+):
+    wanted = Overlap.model_validate(section)
+    return choose(wanted, LINEARS, rows=rows, dtype=dtype, tp=tp, transport=transport, symm=symm)
 
 
 def test_one_rank_has_nothing_to_choose():
@@ -39,6 +46,15 @@ def test_sites_win_over_the_backend():
     assert found["mlp.down"] == Passes(Chunked(3), NO_OVERLAP)
     assert found.by_site["mlp.down.backward"].why == "configured"
     assert found.source == ""
+
+
+def test_symm_is_made_once_and_only_where_something_is_sent():
+    made = []
+    found = chosen({"backend": "symm"}, tp=tp_group(2), symm=lambda: made.append(object()) or made[0])
+    assert [*found["attention.qkv"], *found["mlp.down"]] == [made[0]] * 4
+    assert len(made) == 1
+    tp = tp_group(2, sequence_parallel=False)
+    chosen({"backend": "none", "sites": {"attention.qkv.forward": "symm"}}, tp=tp)
 
 
 def test_without_sequence_parallel_only_reductions_are_decomposed():

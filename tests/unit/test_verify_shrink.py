@@ -143,3 +143,13 @@ def test_notes_say_what_was_shrunk():
     assert any(note.startswith("precision: compute bf16 -> fp64") for note in notes)
     kept: dict[str, Any] = load_config("llama3_70b").model_dump()
     assert not any(f"rope_theta {kept['model']['rope_theta']}" in note for note in notes)
+
+
+def test_overlap_stays_but_for_what_needs_a_gpu_or_more_rows():
+    sites = "overlap.sites={attention.out.forward: symm, mlp.down.backward: none}"
+    shrunk = shrink(load_config("llama3_70b", ["overlap.backend=chunked", "overlap.chunks=64", sites]), "fp64")
+    assert shrunk.layout.overlap.backend == "chunked"
+    assert shrunk.layout.overlap.chunks == shrunk.layout.batch.micro_batch_size * shrunk.layout.batch.seq_len // 2
+    assert shrunk.layout.overlap.sites == {"attention.out.forward": "chunked", "mlp.down.backward": "none"}
+    assert any(note.startswith("overlap: chunks 64 -> ") for note in shrunk.notes)
+    assert shrunk.device.overlap.backend == "auto"

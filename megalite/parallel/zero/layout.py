@@ -7,6 +7,7 @@ run over it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from megalite.parallel.spec import ParamSpec, Part
@@ -54,15 +55,22 @@ class FlatLayout:
         """Elements of one shard."""
         return self.numel // self.num_shards
 
-    def runs(self, shard: int) -> list[Run]:
-        """What shard number `shard` holds, in order of its offsets; padding is not listed."""
+    def runs(self, shard: int) -> tuple[Run, ...]:
+        """What shard number `shard` holds, in order of its offsets; padding is not listed. Found once per shard."""
+        if shard not in self._runs:
+            self._runs[shard] = tuple(self._find_runs(shard))
+        return self._runs[shard]
+
+    @cached_property
+    def _runs(self) -> dict[int, tuple[Run, ...]]:
+        return {}
+
+    def _find_runs(self, shard: int) -> Iterator[Run]:
         begin, end = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        found = []
         for slot, part, start in self._parts():
             low, high = max(start, begin), min(start + prod(part.shape), end)
             if low < high:
-                found.append(Run(slot, part, low - start, low - begin, high - low))
-        return found
+                yield Run(slot, part, low - start, low - begin, high - low)
 
     def segments(self, shard: int, keep: Callable[[Run], bool]) -> list[tuple[int, int]]:
         """Slices [begin, end) of the shard that cover all runs with keep(run) and none without; padding may be

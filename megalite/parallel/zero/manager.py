@@ -212,7 +212,7 @@ class ZeroManager:
             if not unit.reshards:
                 unit.finish_gather()
 
-    def runs(self, unit: Unit) -> list[Run]:
+    def runs(self, unit: Unit) -> tuple[Run, ...]:
         """What this rank's shard of a unit holds."""
         return unit.layout.runs(self.shard_group.rank)
 

@@ -4,8 +4,9 @@ Invariant: a choice depends on the config and the group's transport, so all rank
 `auto` never fails: it takes `chunked` where the recorded rates say that pieces pay (table.py), else `none`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -13,7 +14,7 @@ from megalite.config.overlap import Overlap as Wanted
 from megalite.parallel.tp.overlap.base import Overlap, Passes
 from megalite.parallel.tp.overlap.chunked import Chunked
 from megalite.parallel.tp.overlap.none import NO_OVERLAP, PLAIN
-from megalite.parallel.tp.overlap.table import RATES, LinearSize, Rates, Way, predict
+from megalite.parallel.tp.overlap.table import RATES, LinearSize, Way, predict
 from megalite.parallel.tp.rows import TensorParallel
 
 WAYS: dict[tuple[str, str], Way] = {
@@ -82,7 +83,14 @@ NO_CHOICES = Choices()
 
 
 def choose(
-    wanted: Wanted, linears: list[Linear], *, rows: int, dtype: torch.dtype, tp: TensorParallel, transport: str
+    wanted: Wanted,
+    linears: list[Linear],
+    *,
+    rows: int,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    transport: str,
+    symm: Callable[[], Overlap],
 ) -> Choices:
     """Decide every pass.
 
@@ -90,6 +98,10 @@ def choose(
         linears:   of a block; all blocks are alike.
         rows:      of a microbatch, over all ranks of tp.
         transport: see transport_of.
+        symm:      makes the backend of that name; called at most once, and only if a pass uses it.
+
+    Raises:
+        ValueError: what `symm` raises.
     """
     if tp.size == 1:
         return NO_CHOICES
@@ -106,7 +118,8 @@ def choose(
         for linear in linears
         for way in ("forward", "backward")
     }
-    made = {site: Choice(site, *_decide(wanted, site, size, transport)) for site, size in sizes.items()}
+    symm = cache(symm)
+    made = {site: Choice(site, *_decide(wanted, site, size, transport, symm)) for site, size in sizes.items()}
     predicted = any(wanted.backend_of(site) == "auto" for site in made) and transport in RATES
     return Choices(made, source=RATES[transport].source if predicted else "")
 
@@ -118,13 +131,17 @@ def transport_of(tp: TensorParallel, device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "nccl"
 
 
-def _decide(wanted: Wanted, site: str, size: LinearSize, transport: str) -> tuple[Overlap, str]:
+def _decide(
+    wanted: Wanted, site: str, size: LinearSize, transport: str, symm: Callable[[], Overlap]
+) -> tuple[Overlap, str]:
     """The backend, and the reason."""
     backend = wanted.backend_of(site)
     if not size.sequence_parallel and size.way in ("gather_gemm", "gather_dgrad"):
         return NO_OVERLAP, "nothing is sent without sequence parallel"
     if backend == "none":
         return NO_OVERLAP, "configured"
+    if backend == "symm":
+        return symm(), "configured"
     if backend == "auto" and transport in BLOCKING:
         return NO_OVERLAP, f"auto: collectives over {transport} {BLOCKING[transport]}"
     found = predict(size, RATES[PIECES_OVER.get(transport, transport)], chunks=wanted.chunks)
