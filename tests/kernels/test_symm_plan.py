@@ -43,7 +43,7 @@ def test_tiles_of_wide_numbers(monkeypatch):
 
 
 def test_columns_are_the_same_in_kernels():
-    assert (READY, DONE, RESULT) == tuple(c.value for c in (signals.READY, signals.DONE, signals.RESULT))
+    assert [c.value for c in (signals.READY, signals.DONE, signals.RESULT)] == [READY, DONE, RESULT]
 
 
 def test_a_wait_that_gave_up_is_told_with_global_ranks():
@@ -54,7 +54,9 @@ def test_a_wait_that_gave_up_is_told_with_global_ranks():
     failures.check()  # as last copied
     failures.copy()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 8 waited about 30 s for RESULT of rank 4: expected call -5, found -7"):
+        with pytest.raises(
+            RuntimeError, match="rank 8 waited about 30 s for RESULT of rank 4: expected call -5, found -7"
+        ):
             failures.check()
 
 
