@@ -20,6 +20,7 @@ from megalite.kernels.gather_gemm import triton_impl as gather_triton
 from megalite.kernels.gemm_all_reduce import reference as all_reduce_reference
 from megalite.kernels.gemm_all_reduce import triton_impl as all_reduce_triton
 from megalite.kernels.gemm_scatter import reference as scatter_reference
+from megalite.kernels.gemm_scatter import triton_impl as scatter_triton
 from megalite.kernels.signals import triton_impl as signals
 from megalite.mesh import Sizes
 from megalite.parallel.tp.overlap import symm_call
@@ -30,7 +31,7 @@ from tests.dist.pool import mesh_for
 
 BEFORE_WRAP = (1 << 31) - 4
 """An epoch from which the fifth call is past what int32 holds."""
-FAULT_DELAY_S = 0.15
+FAULT_DELAY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ WAITING = {
     "no DONE wait": (signals,),
 }
 """Fault -> the modules whose gates stand open."""
+LATE = {
+    "no RESULT wait": (all_reduce_triton, "_push_block"),
+    "no DONE wait": (scatter_triton, "pull_segments"),
+    "DONE at once": (gather_triton, "wait_flag"),
+}
+"""Fault -> where rank 0 sleeps, so that the fault shows on a busy machine too."""
 
 
 @contextmanager
@@ -92,9 +99,10 @@ def planted(job: Job, rank: int):
     patch = pytest.MonkeyPatch()
     for module in WAITING.get(job.fault, ()):
         patch.setattr(module, "wait_flag", no_wait)
-    if job.fault == "no RESULT wait" and rank == 0:
-        push = all_reduce_triton._push_block
-        patch.setattr(all_reduce_triton, "_push_block", lambda *args: (time.sleep(FAULT_DELAY_S), push(*args)))
+    if rank == 0 and job.fault in LATE:
+        module, name = LATE[job.fault]
+        late = getattr(module, name)
+        patch.setattr(module, name, lambda *args: (time.sleep(FAULT_DELAY_S), late(*args)))
     if job.one_buffer:
         patch.setattr(symm_call, "NUM_BUFFERS", 1)
     try:

@@ -52,7 +52,7 @@ def test_equal_to_plain_torch(world, what):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("what", ["scatter", "all-reduce", "gather"])
+@pytest.mark.parametrize("what", ["scatter", "all-reduce"])
 def test_the_same_bits_in_every_run(what):
     """Other pauses, other arrivals, the same sums; fp32 with sums of three that depend on their order."""
     job = replace(JOBS[3, what], dtype=torch.float32, num_calls=3)
@@ -74,7 +74,7 @@ FAULTS = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_give_wrong_results(name):
-    ranks = run(2, replace(FAULTS[name], num_calls=4))
+    ranks = run(2, replace(FAULTS[name], num_calls=3))
     assert max(max(rank["errors"]) for rank in ranks) > 1e-3
 
 
