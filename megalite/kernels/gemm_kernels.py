@@ -5,9 +5,15 @@ GEMM's result is, and the sum over ranks, in rank order, once more. So results a
 Offsets are in int64.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from megalite.kernels.gemm_plan import Tile
+from megalite.kernels.signals.peers import Peers
 from megalite.kernels.signals.triton_impl import READY, set_flag, wait_flag
 
 
@@ -154,3 +160,16 @@ def sum_block(
     if BIAS:
         total += tl.load(bias + at % N, mask=inside, other=0.0).to(COMPUTE)
     return total
+
+
+def product_options(x: Tensor, bias: Tensor | None, *, peers: Peers, tile: Tile, transposed: bool) -> dict[str, Any]:
+    """The constexprs and launch options that all these kernels take."""
+    return tile.constexprs | {
+        "SIZE": peers.size,
+        "NUM_FLAGS": peers.flags.shape[1],
+        "BIAS": bias is not None,
+        "TRANSPOSED": transposed,
+        "COMPUTE": tl.float64 if x.dtype == torch.float64 else tl.float32,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

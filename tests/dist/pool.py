@@ -32,6 +32,8 @@ START_LIMIT_S = 120.0
 """For the import of torch by the server and the rendezvous of a new pool."""
 GRACE_S = 2.0
 """After one rank failed, what the others get to finish or fail too, before their stacks are taken."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "1"}
+"""Of the ranks; triton reads its when it is imported, which no rank does by itself."""
 MAX_MESHES = 6
 """Meshes that a rank keeps: each holds up to eight gloo groups, with threads and sockets."""
 
@@ -61,9 +63,6 @@ def run_ranks(world: int, fn: Callable, *args: Any, timeout_s: float = 60.0) -> 
 class Server:
     """The test process's side of the forking server; started by the first use or by `start()`."""
 
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "1"}
-    """Of the ranks; triton reads its when it is imported, which no rank does by itself."""
-
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.control: Connection | None = None
@@ -82,7 +81,7 @@ class Server:
             [sys.executable, "-c", f"from tests.dist.zygote import serve; serve({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
             cwd=root,
-            env=os.environ | self.environment | {"PYTHONPATH": root},
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": root},
         )
         theirs.close()
         atexit.register(self.stop)

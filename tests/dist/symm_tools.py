@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 import torch
-import triton
 from torch import Tensor
 
 from megalite.comm.symmetric import open_heap
@@ -20,6 +20,7 @@ from megalite.kernels.gather_gemm import triton_impl as gather_triton
 from megalite.kernels.gemm_all_reduce import reference as all_reduce_reference
 from megalite.kernels.gemm_all_reduce import triton_impl as all_reduce_triton
 from megalite.kernels.gemm_scatter import reference as scatter_reference
+from megalite.kernels.gemm_scatter import triton_impl as scatter_triton
 from megalite.kernels.signals import triton_impl as signals
 from megalite.mesh import Sizes
 from megalite.parallel.tp.overlap import symm_call
@@ -30,7 +31,7 @@ from tests.dist.pool import mesh_for
 
 BEFORE_WRAP = (1 << 31) - 4
 """An epoch from which the fifth call is past what int32 holds."""
-FAULT_DELAY_S = 0.15
+FAULT_DELAY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class Job:
     seed: int = 0
 
 
-@triton.jit
-def no_wait(flags, peer, column, expected, errors, rank, limit, NUM_FLAGS):
+def no_wait(*arguments):
     """A planted fault: a gate that is always open."""
 
 
@@ -79,24 +79,36 @@ class SlowPush(Push):
         super().publish(flag, epoch)
 
 
+WAITING = {
+    "no READY wait": (gemm_kernels, gather_triton),
+    "no RESULT wait": (all_reduce_triton,),
+    "no DONE wait": (signals,),
+}
+"""Fault -> the modules whose gates stand open."""
+LATE = {
+    "no RESULT wait": (all_reduce_triton, "_push_block"),
+    "no DONE wait": (scatter_triton, "pull_segments"),
+    "DONE at once": (gather_triton, "wait_flag"),
+}
+"""Fault -> where rank 0 sleeps, so that the fault shows on a busy machine too."""
+
+
 @contextmanager
-def planted(fault: str, one_buffer: bool):
+def planted(job: Job, rank: int):
     """Break the named piece of the protocol in this process."""
-    modules = {"no READY wait": (gemm_kernels, gather_triton), "no RESULT wait": (all_reduce_triton,)}
-    modules["no DONE wait"] = (signals,)
-    broken = modules.get(fault, ())
-    for module in broken:
-        module.wait_flag = no_wait
-    symm_call.NUM_BUFFERS, buffers = 1 if one_buffer else 2, symm_call.NUM_BUFFERS
+    patch = pytest.MonkeyPatch()
+    for module in WAITING.get(job.fault, ()):
+        patch.setattr(module, "wait_flag", no_wait)
+    if rank == 0 and job.fault in LATE:
+        module, name = LATE[job.fault]
+        late = getattr(module, name)
+        patch.setattr(module, name, lambda *args: (time.sleep(FAULT_DELAY_S), late(*args)))
+    if job.one_buffer:
+        patch.setattr(symm_call, "NUM_BUFFERS", 1)
     try:
         yield
     finally:
-        for module in broken:
-            module.wait_flag = WAIT_FLAG
-        symm_call.NUM_BUFFERS = buffers
-
-
-WAIT_FLAG = signals.wait_flag
+        patch.undo()
 
 
 class TestHeap:
@@ -178,7 +190,7 @@ def run_job(rank: int, world: int, job: Job) -> dict:
     chance = random.Random(100 * job.seed + rank)
     slow = job.fault and rank == 0
     pause = (lambda: time.sleep(chance.choice((0, 0, 0.02)))) if job.delays else lambda: None
-    with planted(job.fault, job.one_buffer):
+    with planted(job, rank):
         overlap = make_overlap(group, job, pause)
         tp = TensorParallel(group, job.sequence_parallel)
         errors, results = [], []

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def forward(shards: Sequence[Tensor], weight: Tensor, bias: Tensor | None, *, transposed: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    shards: Sequence[Tensor], weight: Tensor, bias: Tensor | None, *, transposed: bool
+) -> tuple[Tensor, Tensor]:
     """One rank's product of all rows, and all rows.
 
     Args:

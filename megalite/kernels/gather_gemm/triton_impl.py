@@ -5,13 +5,12 @@ rank + 1 comes first. Tiles are loaded with cp.async through the L2, never with 
 Reference: design after Flux (arXiv:2406.06858) and the persistent gated GEMMs that followed it.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.compile_cases import CompileCase
-from megalite.kernels.gemm_kernels import multiply_tile, tile_place
+from megalite.kernels.gemm_kernels import multiply_tile, product_options, tile_place
 from megalite.kernels.gemm_plan import GATHER, TENSOR_CORES, WIDE, Tile, launches, num_processors, plan_grid, tile_for
 from megalite.kernels.signals.peers import Peers
 from megalite.kernels.signals.triton_impl import READY, WAITS, wait_flag
@@ -96,14 +95,7 @@ def forward(
         K,
         peers.rank,
         peers.limit,
-        SIZE=peers.size,
-        NUM_FLAGS=peers.flags.shape[1],
-        BIAS=bias is not None,
-        TRANSPOSED=transposed,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
-        **tile.constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **product_options(x, bias, peers=peers, tile=tile, transposed=transposed),
     )
     return y
 

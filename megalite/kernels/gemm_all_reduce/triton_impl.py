@@ -4,13 +4,12 @@ A symmetric buffer (2, W * segment, N) holds partial products, then the sum; seg
 of rows goes, and an owner may have few rows or none. Each element is summed by one rank only: all ranks get its bits.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.compile_cases import CompileCase
-from megalite.kernels.gemm_kernels import multiply_segments, pull_segments, sum_block
+from megalite.kernels.gemm_kernels import multiply_segments, product_options, pull_segments, sum_block
 from megalite.kernels.gemm_plan import (
     PULLING,
     REDUCE,
@@ -168,16 +167,9 @@ def forward(
         peers.rank,
         peers.limit,
         grid.multiplying,
-        SIZE=peers.size,
-        NUM_FLAGS=peers.flags.shape[1],
-        BIAS=bias is not None,
-        TRANSPOSED=transposed,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
         ALIGNED=segment_rows * N * x.dtype.itemsize % 16 == 0,
         MOVE=tile.move,
-        **tile.constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **product_options(x, bias, peers=peers, tile=tile, transposed=transposed),
     )
     _collect_result(buffer[1], y, segment_rows * N, peers=peers, programs=grid.programs)
     return y

@@ -6,13 +6,12 @@ order, whatever the order of arrival.
 Reference: Flux, arXiv:2406.06858; local stores and a pull keep remote latency out of the GEMM's epilogue.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.compile_cases import CompileCase
-from megalite.kernels.gemm_kernels import multiply_segments, pull_segments, sum_block
+from megalite.kernels.gemm_kernels import multiply_segments, product_options, pull_segments, sum_block
 from megalite.kernels.gemm_plan import (
     PULLING,
     REDUCE,
@@ -133,16 +132,9 @@ def forward(
         peers.rank,
         peers.limit,
         grid.multiplying,
-        SIZE=peers.size,
-        NUM_FLAGS=peers.flags.shape[1],
-        BIAS=bias is not None,
-        TRANSPOSED=transposed,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
         ALIGNED=rows * N * x.dtype.itemsize % 16 == 0,
         MOVE=tile.move,
-        **tile.constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **product_options(x, bias, peers=peers, tile=tile, transposed=transposed),
     )
     return y
 

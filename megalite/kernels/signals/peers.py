@@ -26,7 +26,7 @@ from torch import Tensor
 READY, DONE, RESULT = 0, 1, 2
 """Columns of a flags tensor."""
 COLUMNS = ("READY", "DONE", "RESULT")
-SPINS_PER_S = {"cuda": 1_000_000, "cpu": 10_000}
+SPINS_PER_S = {"cuda": 1_000_000, "cpu": 4_000}
 """How often a wait looks at its flag: on a GPU an L2 access and two block barriers each, in the interpreter Python."""
 MAX_SPINS = (1 << 31) - 1
 

@@ -22,13 +22,13 @@ def wait_flag(flags, peer, column, expected, errors, rank, limit, NUM_FLAGS: tl.
     flag = flags + peer * NUM_FLAGS + column
     got = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     looks = 0
-    if got - expected < 0:
+    if got - expected < 0:  # noqa: SIM102
         if tl.atomic_add(errors, 0, sem="relaxed", scope="gpu") != 0:
             looks = limit
     while (got - expected < 0) & (looks < limit):
         got = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         looks += 1
-    if got - expected < 0:
+    if got - expected < 0:  # noqa: SIM102
         if tl.atomic_cas(errors, 0, 1, sem="relaxed", scope="gpu") == 0:
             tl.store(errors + 1, rank)
             tl.store(errors + 2, peer)
@@ -46,9 +46,7 @@ def set_flag(flag_pointers, peer, rank, column, value, NUM_FLAGS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["index", "rank", "limit"])
-def _begin(
-    epoch, used, flags, counters, errors, index, rank, limit, SIZE: tl.constexpr, NUM_FLAGS: tl.constexpr
-):
+def _begin(epoch, used, flags, counters, errors, index, rank, limit, SIZE: tl.constexpr, NUM_FLAGS: tl.constexpr):
     now = tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu") + 1
     before = tl.atomic_xchg(used + index, now, sem="relaxed", scope="gpu")
     for counter in range(SIZE + 1):
