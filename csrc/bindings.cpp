@@ -16,6 +16,7 @@
 #include "host_kernels.h"
 #include "layer_kernels.h"
 #include "shm_bindings.h"
+#include "symm_bindings.h"
 #ifdef MEGALITE_CUDA
 #include "cuda_kernels.h"
 #endif
@@ -222,6 +223,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("threads"), py::arg("simd") = -1);
   m.def("square_sum", &square_sum, py::arg("grad"), py::arg("num"), py::arg("threads"), py::arg("simd") = -1);
   megalite::bind_shm(m);
+  megalite::bind_symm(m);
 #ifdef MEGALITE_CUDA
   m.attr("SQUARE_SUM_SCRATCH") = megalite::kSquareSumScratch;
   m.def("adamw_cuda", &adamw_cuda, py::arg("slices"), py::arg("decays"), py::arg("hyper"), py::arg("step"),

@@ -8,8 +8,8 @@
 // Buffer e % 2 of peer p is written again in step e + 2. Its writer has then seen p's flag >= e + 1, which p set behind a
 // barrier that all its threads reached after reading for step e: a peer's flag of e + 1 is its word that it is done with
 // e. So there is no second flag, no reset, and no step needs the previous call to have ended elsewhere. The epoch lies in
-// device memory (the own row of flags), so that a captured graph counts on. A block waits for its namesakes only: it needs
-// one resident block per rank, not the whole grid. tests/protocol_model.py explores all interleavings of this.
+// device memory (the own row of flags), so that a captured graph counts on. A block waits for its namesakes only: since
+// blocks start in order, one resident block per rank is enough. tests/protocols/ explores all interleavings of this.
 #pragma once
 
 #include <type_traits>

@@ -36,6 +36,24 @@ struct SymmTeam {
   uint32_t* flags[kMaxTeam];       // (size, row_flags) of each rank
 };
 
+// From addresses in rank order, those of buffer 0 before those of buffer 1; multicast: two addresses or zeros.
+inline SymmTeam make_team(int rank, int size, int row_flags, int64_t buffer_bytes, double timeout_s, int64_t error,
+                          const int64_t* buffers, const int64_t* multicast, const int64_t* flags) {
+  SymmTeam team{};
+  team.rank = rank;
+  team.size = size;
+  team.row_flags = row_flags;
+  team.buffer_bytes = buffer_bytes;
+  team.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  team.error = reinterpret_cast<uint32_t*>(error);
+  for (int b = 0; b < 2; ++b) {
+    team.multicast[b] = reinterpret_cast<char*>(multicast[b]);
+    for (int r = 0; r < size; ++r) team.buffers[b][r] = reinterpret_cast<char*>(buffers[b * size + r]);
+  }
+  for (int r = 0; r < size; ++r) team.flags[r] = reinterpret_cast<uint32_t*>(flags[r]);
+  return team;
+}
+
 // format: 0 fp32, 1 bf16, 2 fp16. reduction: 0 sum, 1 max, 2 min. x may be out. All sums in fp32 in rank order with one
 // rounding, so all ranks get the same bits; after a failure what was not received is NaN.
 int symm_barrier(const SymmTeam& team, CUstream_st* stream);

@@ -37,6 +37,8 @@ class SymmetricBuffer:
     """(W,) int64 on the device: addresses of peer_flags[r]."""
     epoch: Tensor
     """(1,) int32 on the device: calls begun so far by this rank."""
+    multicast: tuple[int, ...] = ()
+    """Address of each buffer in a mapping that stands for all ranks' buffers at once (NVSwitch); empty without one."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ itself: torch's own signal pads are shared by all groups and have changed their 
 """
 
 import importlib
+from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -74,7 +75,8 @@ class TorchHeap:
         self._kept.append((own, handle))
         blocks = [self._block(handle, r, piece, own) for r in range(self.size)]
         self.barrier()  # no rank may store into memory that its owner has not zeroed yet
-        return buffer_from_blocks(piece, blocks, self.rank)
+        made = buffer_from_blocks(piece, blocks, self.rank)
+        return replace(made, multicast=_multicast(handle, piece))
 
     def _block(self, handle: Any, rank: int, piece: Piece, own: Tensor) -> Tensor:
         if rank == self.rank:
@@ -90,3 +92,11 @@ class TorchHeap:
 
     def close(self) -> None:
         """See symmetric.Heap; torch pairs freed memory of different ranks wrongly, so it stays."""
+
+
+def _multicast(handle: Any, piece: Piece) -> tuple[int, ...]:
+    """The buffers' multicast addresses; none where the allocation lies inside a larger one, whose start is not ours."""
+    base = getattr(handle, "multicast_ptr", 0)
+    if not base or getattr(handle, "offset", 0):
+        return ()
+    return tuple(base + i * piece.buffer_bytes for i in range(piece.num_buffers))

@@ -64,7 +64,14 @@ void symm_set_up(int jitter_us) {
   emulator::jitter_us = jitter_us;
 }
 
-int symm_channels() { return megalite::kChannels; }
+int symm_flag_columns() { return megalite::kFlagColumns; }
+
+// Lives as long as the process.
+megalite::SymmTeam* symm_new_team(int rank, int size, int row_flags, int64_t buffer_bytes, double timeout_s,
+                                  int64_t error, const int64_t* buffers, const int64_t* multicast, const int64_t* flags) {
+  return new megalite::SymmTeam(
+      megalite::make_team(rank, size, row_flags, buffer_bytes, timeout_s, error, buffers, multicast, flags));
+}
 }
 
 namespace {

@@ -1,8 +1,10 @@
 """The symmetric collectives' CUDA sources built for the host, and what their results must be to the bit."""
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,3 +90,45 @@ def expected(op: str, x: Tensor) -> Tensor:
     if op == "broadcast":
         return torch.stack([x[call, call % ranks].expand(ranks, wide) for call in range(calls)])
     return rank_order_sum(x).unsqueeze(1).expand(calls, ranks, wide)
+
+
+class HostKernels:
+    """The extension's functions for symmetric collectives, from the driver built as a library."""
+
+    def __init__(self, library: Path, *, jitter_us: int = 0):
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.symm_set_up(jitter_us)
+        self._lib.symm_new_team.restype = ctypes.c_void_p
+        self.SYMM_FLAG_COLUMNS = self._lib.symm_flag_columns()
+
+    def symm_team(self, *, rank, row_flags, buffer_bytes, timeout_s, error, buffers, multicast, flags) -> Any:
+        """The address of a team."""
+        tables = [(ctypes.c_int64 * len(table))(*table) for table in (buffers, multicast, flags)]
+        numbers = (ctypes.c_int64(buffer_bytes), ctypes.c_double(timeout_s), ctypes.c_int64(error))
+        return self._lib.symm_new_team(rank, len(flags), row_flags, *numbers, *tables)
+
+    def _call(self, op: str, team: int, x: int, out: int, num: int, form: int, argument: int = 0) -> None:
+        pointers = (ctypes.c_void_p(team), ctypes.c_void_p(x), ctypes.c_void_p(out))
+        error = self._lib.symm_call(OPS.index(op), *pointers, ctypes.c_int64(num), form, argument)
+        if error:
+            raise RuntimeError(f"CUDA: error {error}")
+
+    def symm_all_reduce(self, team, kind, x, out, num, form, reduction, stream) -> None:
+        """As the extension's."""
+        self._call(kind, team, x, out, num, form, reduction)
+
+    def symm_all_gather(self, team, shard, out, num, form, stream) -> None:
+        """As the extension's."""
+        self._call("gather", team, shard, out, num, form)
+
+    def symm_reduce_scatter(self, team, full, out, num, form, stream) -> None:
+        """As the extension's."""
+        self._call("scatter", team, full, out, num, form)
+
+    def symm_broadcast(self, team, data, num, root, form, stream) -> None:
+        """As the extension's."""
+        self._call("broadcast", team, 0, data, num, form, root)
+
+    def symm_barrier(self, team, stream) -> None:
+        """As the extension's."""
+        self._call("barrier", team, 0, 0, 0, 0)

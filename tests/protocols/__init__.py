@@ -1,0 +1,1 @@
+"""Models of the protocols between ranks (flags, epochs, buffers, resident blocks), explored exhaustively."""
