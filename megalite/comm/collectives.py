@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.swap import Swap, can_swap
 from megalite.mesh import Group, LocalChannel
 
 Op = Literal["sum", "max", "min"]
@@ -30,7 +31,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class Work:
     """A collective on its way. `wait()` returns when the result may be read; call it once or more."""
 
-    handle: dist.Work | None = None
+    handle: dist.Work | Swap | None = None
     finish: Callable[[], None] | None = None
     group: Group | None = None
     name: str = ""
@@ -98,6 +99,8 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", asyn
     group.ledger.record(group.axis, "all_gather", site, (group.size - 1) * shard.nbytes)
     if (local := _local(group, out, shard)) is not None:
         return _at(site, local.all_gather, out, shard)
+    if can_swap(group, shard):
+        return _started(_swap_gather(out, shard, group), async_op)
     handle = _all_gather_single(out, shard, group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
 
@@ -108,7 +111,7 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
 
     Communication: sends (W-1)/W of `full`'s bytes.
     Numerics: on CPU ranks summed in rank order, bf16 and fp16 in fp32 with one rounding.
-    Memory: on gloo one more tensor of `full`'s size until the wait.
+    Memory: on gloo one more tensor of `full`'s size until the wait (of `out`'s between two ranks).
     """
     if group.size == 1:
         if out.data_ptr() != full.data_ptr():
@@ -120,6 +123,8 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
     if full.device.type != "cpu":
         handle = _reduce_scatter_single(out, full, group=group.pg, async_op=True)
         return _started(Work(handle), async_op)
+    if can_swap(group, out):
+        return _started(_swap_reduce(out, full, group), async_op)
     received = torch.empty_like(full)
     handle = dist.all_to_all_single(received, full, group=group.pg, async_op=True)
 
@@ -143,6 +148,23 @@ def broadcast(tensor: Tensor, group: Group, *, root: int = 0, site: str = "", as
         return _at(site, local.broadcast, tensor, root)
     handle = dist.broadcast(tensor, group.ranks[root], group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
+
+
+def _swap_gather(out: Tensor, shard: Tensor, group: Group) -> Work:
+    """all_gather between two ranks."""
+    parts = out.view(2, *shard.shape)
+    swap = Swap(shard, parts[1 - group.rank], group)
+    if parts[group.rank].data_ptr() != shard.data_ptr():
+        parts[group.rank].copy_(shard)
+    return Work(swap)
+
+
+def _swap_reduce(out: Tensor, full: Tensor, group: Group) -> Work:
+    """reduce_scatter between two ranks: a sum of two, in either order the same."""
+    parts = full.view(2, *out.shape)
+    received = torch.empty_like(parts[0])
+    swap = Swap(parts[1 - group.rank], received, group)
+    return Work(swap, lambda: torch.add(parts[group.rank], received, out=out))
 
 
 def _local(group: Group, *tensors: Tensor) -> LocalChannel | None:

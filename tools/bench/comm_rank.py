@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.comm_cases import Case, Plan
-from bench.comm_local import local_group
 from megalite.comm import collectives
-from megalite.mesh import Group
+from megalite.comm.attach import attach_channels
+from megalite.config.schema import Comm
+from megalite.mesh import Group, Sizes, build_mesh
 
 TIMEOUT_S = 120.0
 
@@ -25,12 +26,21 @@ def serve(connection, plan: Plan) -> None:
     """Say why the fast path is missing (or nothing), then answer each case with seconds by contestant until None."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    group, missing = local_group(dist.get_rank(), dist.get_world_size(), timeout_s=TIMEOUT_S)
+    group, missing = whole_group()
     connection.send(missing)
     while (case := connection.recv()) is not None:
         connection.send(seconds(case, plan, group))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def whole_group() -> tuple[Group, str]:
+    """All ranks, with the channel through shared memory; without one and the reason where that is not possible."""
+    mesh = build_mesh(Sizes(tp=dist.get_world_size()), device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    try:
+        return attach_channels(mesh, Comm(cpu_backend="shm"), timeout_s=TIMEOUT_S).tp, ""
+    except ValueError as error:
+        return mesh.tp, str(error)
 
 
 @dataclass(frozen=True)

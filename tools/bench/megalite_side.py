@@ -8,6 +8,7 @@ from torch import Tensor
 from bench.data import share
 from bench.rows import ROWS, Row, Work
 from megalite.batch import Microbatch
+from megalite.comm.attach import attach_channels
 from megalite.config.load import check
 from megalite.config.schema import Config
 from megalite.mesh import Mesh, build_mesh
@@ -15,6 +16,8 @@ from megalite.train.build import build as build_trainer
 from megalite.train.build import sizes_of
 from megalite.train.logical import full_params
 from megalite.train.step import train_step
+
+TIMEOUT_S = 300.0
 
 
 def config_of(row: Row, work: Work, variant: str = "") -> Config:
@@ -42,7 +45,7 @@ def config_of(row: Row, work: Work, variant: str = "") -> Config:
             "weight_decay": work.weight_decay,
             "clip_norm": 0.0,
         },
-        "run": {"device": "cpu", "seed": work.seed, "timeout_s": 300},
+        "run": {"device": "cpu", "seed": work.seed, "timeout_s": TIMEOUT_S},
     }
     for override in variant.split():
         name, _, value = override.partition("=")
@@ -61,7 +64,9 @@ class Trainer:
 
     def make_mesh(self, config: Config) -> Mesh:
         """This rank's groups."""
-        return build_mesh(sizes_of(config), device=torch.device("cpu"), timeout_s=300, kv_replicas=config.kv_replicas)
+        device = torch.device("cpu")
+        mesh = build_mesh(sizes_of(config), device=device, timeout_s=TIMEOUT_S, kv_replicas=config.kv_replicas)
+        return attach_channels(mesh, config.comm, timeout_s=TIMEOUT_S)
 
     def step(self, tokens: Tensor, labels: Tensor, number: int) -> float:
         """Train on a global batch; returns its mean loss."""

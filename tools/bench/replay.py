@@ -38,6 +38,11 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        """`recv_` of c10d::recv_."""
+        return self.function.name().split("::")[1].split(".")[0]
+
 
 class Recorder(TorchDispatchMode):
     """Notes every collective that is called in its context, in order."""
@@ -58,12 +63,13 @@ class Recorder(TorchDispatchMode):
 class Replay:
     """Calls recorded collectives again, one after the other, each waited for; no computation in between.
 
+    Receives and the sends behind them are one exchange: begun together, waited for together.
     Memory: one buffer for each place in the argument list and each shape.
     """
 
     def __init__(self, calls: list[Call]):
         buffers: dict[tuple, Tensor] = {}
-        self.calls = [self._bound(call, buffers) for call in calls]
+        self.exchanges = [[self._bound(call, buffers) for call in group] for group in exchanges(calls)]
 
     def _bound(self, call: Call, buffers: dict[tuple, Tensor]) -> tuple[Callable, tuple, dict]:
         place = 0
@@ -77,10 +83,24 @@ class Replay:
 
     def run(self) -> None:
         """All of them."""
-        for function, args, kwargs in self.calls:
-            result = function(*args, **kwargs)
-            if isinstance(result, Tensor):
-                torch.ops._c10d_functional.wait_tensor(result)
-            else:
-                work = result[-1] if isinstance(result, tuple) else result
-                dist.distributed_c10d.Work.unbox(work).wait()
+        for group in self.exchanges:
+            for result in [function(*args, **kwargs) for function, args, kwargs in group]:
+                if isinstance(result, Tensor):
+                    torch.ops._c10d_functional.wait_tensor(result)
+                else:
+                    work = result[-1] if isinstance(result, tuple) else result
+                    dist.distributed_c10d.Work.unbox(work).wait()
+
+
+def exchanges(calls: list[Call]) -> list[list[Call]]:
+    """The calls in groups: a collective by itself; receives together with the sends that follow."""
+    groups: list[list[Call]] = []
+    before = ""
+    for call in calls:
+        joins = (before, call.name) in (("recv_", "recv_"), ("recv_", "send"), ("send", "send"))
+        if joins:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+        before = call.name
+    return groups
