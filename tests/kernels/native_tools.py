@@ -1,6 +1,12 @@
-"""What the tests of the C++ layer kernels share: which function ran and how, guarded results, rows between NaN."""
+"""What the tests of the C++ layer kernels share: which function ran and how, guarded results, rows between NaN,
+tensors that end at a page which can't be read."""
 
+import ctypes
+import faulthandler
 import math
+import mmap
+import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,3 +77,27 @@ def between_nan(x: Tensor) -> Tensor:
 def randn(*shape, dtype=torch.float32, seed=0):
     """Normal numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def at_page_end(x: Tensor, kept: list[mmap.mmap]) -> Tensor:
+    """The same values, ending where a page begins that must not be touched; `kept` keeps the memory alive."""
+    pages = -(-x.nbytes // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    kept.append(memory)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    offset = pages * mmap.PAGESIZE - x.nbytes
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape).copy_(x)
+
+
+def exit_status(work: Callable[[], None]) -> int:
+    """How a forked child ends that does `work`: 0, 1 for an exception, minus the signal that killed it."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # a death that is wanted needs no report
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

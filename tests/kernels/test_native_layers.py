@@ -1,15 +1,27 @@
 """RMSNorm, RoPE and SwiGLU in C++: the error rule, the same bits on every vector level and thread count, strides,
 masks, tails, and what is refused."""
 
+import ctypes
 import importlib
 import math
+import signal
 
 import pytest
 import torch
 
 from megalite.kernels.check import check_op
 from megalite.kernels.rope.tables import frequencies, tables
-from tests.kernels.native_tools import CPU, DTYPES, GRAIN, Calls, Guards, between_nan, randn
+from tests.kernels.native_tools import (
+    CPU,
+    DTYPES,
+    GRAIN,
+    Calls,
+    Guards,
+    at_page_end,
+    between_nan,
+    exit_status,
+    randn,
+)
 
 pytestmark = pytest.mark.timeout(60)
 FUNCTIONS = {"rmsnorm": {"rmsnorm", "rmsnorm_backward"}, "rope": {"rope"}, "swiglu": {"swiglu"}}
@@ -110,6 +122,28 @@ def test_touches_only_its_elements(op, dtype, rows, width, simd, monkeypatch):
     assert guards.check() >= 2
     assert_near(found, expected, dtype, rows)
     assert all(torch.equal(a, b) for a, b in zip(strided, before, strict=True)), "an input was changed"
+
+
+@each_op
+@each_dtype
+@pytest.mark.parametrize("width", [1, 21])
+def test_reads_nothing_behind_its_inputs(op, dtype, width, monkeypatch):
+    """Inputs that end where memory ends: one element further is a segmentation fault."""
+    Calls(monkeypatch)
+
+    def work():
+        kept = []
+        run(op, impl_of(op), [at_page_end(x, kept) for x in inputs(op, 3, width, dtype)])
+
+    assert exit_status(work) == 0
+
+
+def test_the_end_of_memory_is_noticed():
+    def work():
+        kept = []
+        ctypes.string_at(at_page_end(torch.ones(5), kept).data_ptr(), 21)
+
+    assert exit_status(work) == -signal.SIGSEGV
 
 
 @each_op
