@@ -2,10 +2,13 @@
 
 Every round times all contestants in turn, so that a busy machine hits them alike; a row gives the median over rounds of
 the ratio within a round. Targets: the bare update at least 0.95x, scale + clip + bf16 copy at least 1.4x torch's speed.
-Run it on an idle machine: python tools/bench_adamw.py [--elements N] [--rounds N]
+Run it on an idle machine: python tools/bench_adamw.py [--elements N] [--rounds N] [--deepspeed]
+`--deepspeed` adds DeepSpeed's CPUAdam, which compiles itself at its first start: it needs deepspeed, ninja and a C++
+compiler, and OMP_NUM_THREADS=1 for one thread.
 """
 
 import argparse
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -22,17 +25,20 @@ from megalite.kernels.grad_norm import square_sum
 ELEMENTS = 45_000_000
 HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=5)
 CLIP = 0.97
+BARE, FULL = "adamw, bare", "adamw, scale + clip + bf16 copy"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: medians in seconds, and how many times faster than torch megalite is."""
+    """One comparison: medians in seconds, and how many times faster than torch, and than DeepSpeed, megalite is."""
 
     name: str
     ours_s: float
     torch_s: float
     ratio: float
     target: float
+    deepspeed_s: float | None = None
+    deepspeed_ratio: float | None = None
 
     @property
     def met(self) -> bool:
@@ -42,28 +48,43 @@ class Row:
     def text(self) -> str:
         """One line."""
         verdict = "met" if self.met else "MISSED"
-        return (
+        text = (
             f"{self.name:32} {self.ours_s * 1e3:8.1f} ms  torch {self.torch_s * 1e3:8.1f} ms  {self.ratio:5.2f}x  "
             f"target {self.target:.2f}x {verdict}"
         )
+        if self.deepspeed_s is not None:
+            text += f"  DeepSpeed {self.deepspeed_s * 1e3:8.1f} ms  {self.deepspeed_ratio:5.2f}x"
+        return text
 
 
-def rows(*, elements: int = ELEMENTS, rounds: int = 15) -> list[Row]:
+def rows(*, elements: int = ELEMENTS, rounds: int = 15, deepspeed: bool = False) -> list[Row]:
     """Measure with one thread; torch's number of threads is put back afterwards.
 
     Raises:
-        RuntimeError: the extension is not built.
+        RuntimeError: the extension is not built, or DeepSpeed is wanted and its kernel can't be compiled.
+        ImportError: DeepSpeed is wanted and not installed.
     """
     if native.load() is None:
         raise RuntimeError(f"the C++ kernels are missing: {native.why_missing()}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [
-            _compare(name, *pair, rounds=rounds, target=target) for name, pair, target in _contests(_make(elements))
-        ]
+        full = _make(elements)
+        contests = _contests(full)
+        if deepspeed:
+            for name, step in _deepspeed(full).items():
+                contests[name].runs["deepspeed"] = step
+        return [_compare(name, contest, rounds=rounds) for name, contest in contests.items()]
     finally:
         torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contestants (ours, torch, deepspeed) and the speed that ours should have, as a multiple of torch's."""
+
+    target: float
+    runs: dict[str, Callable[[], object]]
 
 
 def _make(elements: int) -> Tensors:
@@ -73,8 +94,8 @@ def _make(elements: int) -> Tensors:
     return Tensors(main, grad, exp_avg.mul_(1e-2), grad.square(), torch.zeros(elements, dtype=torch.bfloat16))
 
 
-def _contests(full: Tensors) -> list[tuple[str, tuple[Callable, Callable], float]]:
-    """(name, (ours, torch's), target)."""
+def _contests(full: Tensors) -> dict[str, Contest]:
+    """What is compared, by name."""
     bare = Tensors(full.main, full.grad, full.exp_avg, full.exp_avg_sq)
 
     def torch_full() -> None:
@@ -82,27 +103,41 @@ def _contests(full: Tensors) -> list[tuple[str, tuple[Callable, Callable], float
         adamw_step([bare], HYPER, impl=reference)
         full.out_copy.copy_(full.main)
 
-    return [
-        (
-            "adamw, bare",
-            (
-                lambda: adamw_step([bare], HYPER, impl=native_impl),
-                lambda: adamw_step([bare], HYPER, impl=reference),
-            ),
+    return {
+        BARE: Contest(
             0.95,
+            {
+                "ours": lambda: adamw_step([bare], HYPER, impl=native_impl),
+                "torch": lambda: adamw_step([bare], HYPER, impl=reference),
+            },
         ),
-        (
-            "adamw, scale + clip + bf16 copy",
-            (lambda: adamw_step([full], HYPER, scale=CLIP, impl=native_impl), torch_full),
+        FULL: Contest(
             1.4,
+            {"ours": lambda: adamw_step([full], HYPER, scale=CLIP, impl=native_impl), "torch": torch_full},
         ),
         # torch sums in fp32 here, which is its fast way
-        (
-            "gradient norm in fp64",
-            (lambda: square_sum(full.grad, impl=native_norm), lambda: _torch_norm(full.grad)),
+        "gradient norm in fp64": Contest(
             0.95,
+            {"ours": lambda: square_sum(full.grad, impl=native_norm), "torch": lambda: _torch_norm(full.grad)},
         ),
-    ]
+    }
+
+
+def _deepspeed(full: Tensors) -> dict[str, Callable[[], object]]:
+    """DeepSpeed's CPUAdam on tensors of its own: the bare update, and with what ZeRO-Offload does around it."""
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    param = torch.nn.Parameter(full.main.clone())
+    param.grad = full.grad.clone()
+    betas = (HYPER.beta1, HYPER.beta2)
+    optimizer = adam([param], lr=HYPER.lr, betas=betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
+    copy = torch.zeros_like(full.out_copy)
+
+    def whole() -> None:
+        param.grad.mul_(CLIP)
+        optimizer.step()
+        copy.copy_(param.detach())
+
+    return {BARE: optimizer.step, FULL: whole}
 
 
 def _torch_norm(grad: Tensor) -> Tensor:
@@ -110,15 +145,18 @@ def _torch_norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grad).square()
 
 
-def _compare(name: str, ours: Callable, theirs: Callable, *, rounds: int, target: float) -> Row:
-    times: list[tuple[float, float]] = []
+def _compare(name: str, contest: Contest, *, rounds: int) -> Row:
+    times: list[dict[str, float]] = []
     for number in range(rounds + 1):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        taken = {run: _timed(run) for run in order}
+        names = list(contest.runs)
+        first = number % len(names)
+        taken = {which: _timed(contest.runs[which]) for which in names[first:] + names[:first]}
         if number:  # the first round warms up
-            times.append((taken[ours], taken[theirs]))
-    mine, other = (statistics.median(column) for column in zip(*times, strict=True))
-    return Row(name, mine, other, statistics.median(b / a for a, b in times), target)
+            times.append(taken)
+    middle = {which: statistics.median(taken[which] for taken in times) for which in contest.runs}
+    ratio = {which: statistics.median(taken[which] / taken["ours"] for taken in times) for which in contest.runs}
+    others = middle.get("deepspeed"), ratio.get("deepspeed")
+    return Row(name, middle["ours"], middle["torch"], ratio["torch"], contest.target, *others)
 
 
 def _timed(run: Callable) -> float:
@@ -132,8 +170,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeed's CPUAdam")
     arguments = parser.parse_args()
-    for row in rows(elements=arguments.elements, rounds=arguments.rounds):
+    for row in rows(**vars(arguments)):
         print(row.text())
 
 

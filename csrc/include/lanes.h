@@ -158,10 +158,11 @@ inline void columns(int64_t width, const F& body) {
   if (i < width) body(i, width - i);
 }
 
-// e^x to about one unit of the last place; 0 is never reached, infinity above 88.7, NaN stays.
-// x = n ln 2 + r with |r| <= ln(2)/2; Taylor's series of e^r leaves 5e-9. 2^n goes in as two factors, as 2^128 is none.
+// e^x to about one unit of the last place: 0 below -104, infinity above 88.8, NaN stays.
+// x = n ln 2 + r with |r| <= ln(2)/2; Taylor's series of e^r leaves 5e-9. 2^n goes in as two factors: it may be outside
+// of what fp32 holds.
 inline Lanes exponential(Lanes x) {
-  x = at_least(-87.0f, at_most(89.0f, x));
+  x = at_least(-105.0f, at_most(89.0f, x));
   const Lanes shift = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits hold
   const Lanes n = fma(x, 1.44269504f, shift) - shift;
   const Lanes r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, x));  // ln 2 in two parts; n times the first is exact

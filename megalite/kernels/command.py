@@ -65,7 +65,7 @@ def _cell(op: str, name: str, device: torch.device, dtype: torch.dtype, notes: d
     module, reason = available(op, name, device, dtype)
     if module is not None:
         return "ready"
-    return "-" if "has no" in reason else f"no ({notes.setdefault(reason, len(notes) + 1)})"
+    return "-" if reason.endswith(" implementation") else f"no ({notes.setdefault(reason, len(notes) + 1)})"
 
 
 def check_kernels(ops: list[str], *, device: str, dtypes: list[str]) -> int:

@@ -163,7 +163,7 @@ def take(op: str, device: torch.device, dtype: torch.dtype) -> Choice:
 
 def _of_installation(reasons: Iterable[str]) -> list[str]:
     """Reasons that a user can do something about."""
-    return [reason for reason in reasons if "has no" not in reason]
+    return [reason for reason in reasons if not reason.endswith(" implementation")]
 
 
 def _ways(op: str, device: torch.device, dtype: torch.dtype) -> str:

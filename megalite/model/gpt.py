@@ -116,6 +116,7 @@ class HeadLink(Link):
             tp=self.context.tp,
             vocab_size=self.context.model.vocab_size,
             impl=self.context.kernels["linear_cross_entropy"],
+            wgrad=self.context.kernels["wgrad"],
         )
 
 

@@ -12,6 +12,7 @@ from megalite.kernels.check import check_op
 from megalite.kernels.cross_entropy import triton_impl as cross_entropy_triton
 from megalite.kernels.linear_cross_entropy import chunks, linear_cross_entropy, one_pass, reference, triton_impl
 from megalite.kernels.wgrad import reference as wgrad
+from megalite.kernels.wgrad import triton_impl as wgrad_triton
 from tests.kernels.triton_tools import CPU, INTERPRETED, Launches, run_slices
 
 IMPLS = {"reference": reference, "triton": triton_impl}
@@ -211,3 +212,44 @@ def test_peak_memory_is_a_quarter_of_logits_and_cross_entropy():
         peaks[way] = int(done.stdout)
     assert peaks["logits"] * 1024 >= 2 * 4096 * 32000 * 4, "the measurement sees logits and their gradient"
     assert peaks["fused"] <= peaks["logits"] / 4, peaks
+
+
+class CountedWgrad:
+    """An implementation of kernels/wgrad that counts."""
+
+    def __init__(self):
+        self.rows = []
+
+    def accumulate(self, main, dy, x):
+        self.rows.append(x.shape[0])
+        wgrad.accumulate(main, dy, x)
+
+
+@pytest.mark.parametrize("path", ["one_pass", "reference", "triton"])
+@pytest.mark.parametrize("main", [True, False], ids=["main_grad", "autograd"])
+def test_the_weight_gradient_is_added_up_by_what_was_chosen(path, main, small_chunks):
+    counted = CountedWgrad()
+    x, weight, targets, upstream = inputs(40, 8, 30, torch.float32)
+    if path == "one_pass":
+        upstream = torch.full_like(upstream, 0.5)
+    else:
+        x, targets, upstream = x[:20].detach().requires_grad_(), targets[:20], upstream[:20]
+    assert one_pass.pays(x, weight) == (path == "one_pass")
+    if main:
+        weight.main_grad = torch.ones(30, 8)
+    impl = IMPLS.get(path, reference)
+    linear_cross_entropy(x, weight, targets, impl=impl, wgrad=counted).backward(upstream)
+    assert counted.rows == [7] * (len(x) // 7) + [len(x) % 7]
+    expected = plain(x, weight, targets, upstream)[2]
+    found = weight.main_grad - 1.0 if main else weight.grad
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_head_s_weight_gradient_in_triton(monkeypatch):
+    """kernels.wgrad=triton reaches the head: one launch per chunk."""
+    launches = Launches(monkeypatch, wgrad_triton, "_accumulate")
+    x, weight, targets, upstream = inputs(20, 8, 30, torch.float32)
+    weight.main_grad = torch.zeros(30, 8)
+    linear_cross_entropy(x, weight, targets, impl=triton_impl, wgrad=wgrad_triton).backward(upstream)
+    assert launches.names == ["_accumulate"]
+    torch.testing.assert_close(weight.main_grad, plain(x, weight, targets, upstream)[2], rtol=1e-4, atol=1e-5)

@@ -6,11 +6,14 @@ import triton
 import triton.language as tl
 
 from megalite import native
+from megalite.kernels import registry
 from megalite.kernels.check import check_op
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.dropout import triton_impl as dropout_triton
 from megalite.kernels.philox import fill_keep, fill_normal, reference, triton_impl
+from megalite.model.init import init_tensor
+from megalite.parallel.spec import ParamSpec, Part
 from tests.kernels.addresses import Addresses
 from tests.kernels.triton_tools import CPU, INTERPRETED, Launches
 
@@ -42,6 +45,25 @@ def test_words_are_the_references(start, key):
 def test_known_answer():
     """Random123, kat_vectors: philox4x32 10 of zeros."""
     assert triton_words(0, (0, 0))[:, 0].tolist() == [0x6627E8D5, 0xE169C58D]
+
+
+@pytest.mark.parametrize("columns", [(0, 40), (8, 16)], ids=["whole rows", "split columns"])
+def test_initial_weights(columns, monkeypatch):
+    """What a GPU's ranks start from: Triton's numbers in fp32, here the reference's bits, and zeros in the padding."""
+    part = Part("w", (100, 40), (20, columns[0]), (12, columns[1]))
+    spec = ParamSpec((part,), "linear", init_std=0.02)
+    made = {"dtype": torch.float32, "device": "cpu", "seed": 3}
+    expected = init_tensor(spec, (14, columns[1]), **made)
+    assert expected[:12].all()
+    launches = Launches(monkeypatch, triton_impl, "_normal")
+    monkeypatch.setattr(registry, "ORDER", {"cpu": ("triton",)})
+    assert torch.equal(init_tensor(spec, (14, columns[1]), **made), expected)
+    assert launches.names == ["_normal"] * (1 if columns == (0, 40) else 12)
+
+
+def test_a_gpu_draws_with_triton():
+    for device, name in (("cuda", "triton"), ("cpu", "reference")):
+        assert registry.take("philox", torch.device(device), torch.float32).name == name
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -4,16 +4,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megalite import native
 from megalite.config.load import load_config
 from megalite.observe.flops import layer_matmul_params
 from megalite.train.report import model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-gpu_check = __import__("gpu_check")
+gpu_check, bench_adamw = __import__("gpu_check"), __import__("bench_adamw")
 sys.path.remove(str(ROOT / "tools"))
 
 
@@ -92,3 +95,25 @@ def test_bench_kernels(tmp_path):
     for words in ("adamw", "linear_ce 8x16x64 time", "linear_ce 8x16x64 peak memory", "step 1x32"):
         assert words in names
     assert subprocess.run([*tool, "nonsense"], capture_output=True, timeout=60).returncode == 2
+
+
+def test_bench_adamw_beside_deepspeed(monkeypatch):
+    """With a stand-in that does what DeepSpeed's optimizer does: steps on a parameter and its gradient."""
+    if native.load() is None:
+        pytest.skip(f"not built: {native.why_missing()}")
+    made = []
+
+    def adam(params, **options):
+        made.append((params[0], torch.optim.AdamW(params, **options)))
+        return made[0][1]
+
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=adam))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
+    rows = {row.name: row for row in bench_adamw.rows(elements=1000, rounds=1, deepspeed=True)}
+    param, optimizer = made[0]
+    assert optimizer.state[param]["step"] == 4  # two rounds of the bare update and two of the whole one
+    assert [row.deepspeed_s is not None for row in rows.values()] == [True, True, False]
+    assert all("DeepSpeed" in rows[name].text() for name in (bench_adamw.BARE, bench_adamw.FULL))
+    assert "DeepSpeed" not in rows["gradient norm in fp64"].text()
+    assert all(row.deepspeed_s is None for row in bench_adamw.rows(elements=1000, rounds=1))

@@ -1,11 +1,11 @@
 """The loops of linear cross entropy: logits of a few hundred rows at a time, in one buffer that is used again.
 
-Shared by the implementations, which differ in the kernels that work on a chunk (`Tools`). The logits are made by the
-library's GEMM in x's dtype, with fp32 sums.
+Shared by the implementations, which differ in the kernels of cross entropy that work on a chunk. The logits are made by
+the library's GEMM in x's dtype, with fp32 sums.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ CHUNK = 1 << 24
 """Elements of a chunk of logits, if that leaves at least MIN_ROWS rows."""
 
 
-class Tools(NamedTuple):
-    """An implementation's modules: those of kernels/cross_entropy and kernels/wgrad."""
-
-    cross_entropy: Any
-    wgrad: Any
+Accumulate = Callable[[Tensor, Tensor], object]
+"""Adds d^T x to the weight's gradient, for the gradient d (rows, columns) of a chunk of logits and its x (rows, D)."""
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -33,12 +30,12 @@ def logits_of(x: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield at, torch.mm(x[at], weight.t(), out=buffer[: at.stop - low])
 
 
-def statistics(x: Tensor, weight: Tensor, targets: Tensor, *, span: dict[str, int], tools: Tools) -> Tensor:
-    """The (3, M) of kernels/cross_entropy; `span` is its start and num_valid."""
+def statistics(x: Tensor, weight: Tensor, targets: Tensor, *, span: dict[str, int], cross_entropy: Any) -> Tensor:
+    """The (3, M) of `cross_entropy`, an implementation of kernels/cross_entropy; `span` is its start and num_valid."""
     compute = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(3, x.shape[0], dtype=compute, device=x.device)
     for at, logits in logits_of(x, weight):
-        out[:, at] = tools.cross_entropy.statistics(logits, targets[at], **span)
+        out[:, at] = cross_entropy.statistics(logits, targets[at], **span)
     return out
 
 
@@ -49,15 +46,15 @@ def backward(
     normalizer: Tensor,
     targets: Tensor,
     *,
-    main: Tensor | None,
+    accumulate: Accumulate | None,
     span: dict[str, int],
-    tools: Tools,
+    cross_entropy: Any,
 ) -> Tensor:
-    """Make each chunk of logits again, turn it into its gradient d; dx = d @ weight, main += d^T x."""
+    """Make each chunk of logits again, turn it into its gradient d; dx = d @ weight; the weight's share is d^T x."""
     dx = torch.empty_like(x)
     for at, logits in logits_of(x, weight):
-        dlogits = tools.cross_entropy.backward(dloss[at], logits, normalizer[:, at], targets[at], **span)
+        dlogits = cross_entropy.backward(dloss[at], logits, normalizer[:, at], targets[at], **span)
         torch.mm(dlogits, weight, out=dx[at])
-        if main is not None:
-            tools.wgrad.accumulate(main, dlogits, x[at])
+        if accumulate is not None:
+            accumulate(dlogits, x[at])
     return dx

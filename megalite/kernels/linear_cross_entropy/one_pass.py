@@ -5,6 +5,8 @@ backward may use it only if all upstream gradients are equal, as a trainer's 1/c
 free) and otherwise makes the logits again, as reference.backward does.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,6 @@ from megalite.batch import IGNORE
 from megalite.kernels.cross_entropy import reference as cross_entropy
 from megalite.kernels.cross_entropy.op import alone, combine
 from megalite.kernels.linear_cross_entropy import chunks
-from megalite.kernels.wgrad import reference as wgrad
 
 SHARE = 4
 """It holds dweight until backward, thus is used when that is at most 1/SHARE of the logits' size."""
@@ -23,8 +24,10 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     return x.device.type == "cpu" and SHARE * x.shape[1] <= x.shape[0] and weight.requires_grad
 
 
-def forward(x: Tensor, weight: Tensor, targets: Tensor, *, num_valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """loss (M,), normalizer (2, M), dx (M, D) and dweight (columns, D) in the compute dtype."""
+def forward(
+    x: Tensor, weight: Tensor, targets: Tensor, *, num_valid: int, wgrad: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """loss (M,), normalizer (2, M), dx (M, D) and dweight (columns, D) in the compute dtype, summed by `wgrad`."""
     span = {"start": 0, "num_valid": num_valid}
     compute = torch.promote_types(x.dtype, torch.float32)
     loss, normalizer = x.new_empty(x.shape[0], dtype=compute), x.new_empty(2, x.shape[0], dtype=compute)

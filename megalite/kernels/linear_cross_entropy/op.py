@@ -6,17 +6,20 @@ and dx is this rank's partial sum.
 Reference: Wijmans et al., arXiv:2411.09009; Hsu et al., arXiv:2410.10989, section 3.2.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megalite.kernels.cross_entropy import Reduce, alone, check_targets, combine
 from megalite.kernels.linear_cross_entropy import one_pass, reference
+from megalite.kernels.wgrad import reference as wgrad_reference
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, start, num_valid, reduce, impl):
-        ctx.weight, ctx.span, ctx.impl = weight, {"start": start, "num_valid": num_valid}, impl
+    def forward(ctx, x, weight, targets, start, num_valid, reduce, impl, wgrad):
+        ctx.weight, ctx.span, ctx.impl, ctx.wgrad = weight, {"start": start, "num_valid": num_valid}, impl, wgrad
         statistics = impl.statistics(x, weight, targets, **ctx.span)
         loss, normalizer = combine(statistics, targets, **ctx.span, reduce=reduce)
         ctx.save_for_backward(x, normalizer, targets)
@@ -25,14 +28,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         dx, dweight = _recompute(ctx, dloss, *ctx.saved_tensors[:3])
-        return dx, dweight, None, None, None, None, None
+        return dx, dweight, None, None, None, None, None, None
 
 
 class _OnePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, num_valid, impl):
-        ctx.weight, ctx.span, ctx.impl = weight, {"start": 0, "num_valid": num_valid}, impl
-        loss, normalizer, dx, dweight = one_pass.forward(x, weight, targets, num_valid=num_valid)
+    def forward(ctx, x, weight, targets, num_valid, impl, wgrad):
+        ctx.weight, ctx.span, ctx.impl, ctx.wgrad = weight, {"start": 0, "num_valid": num_valid}, impl, wgrad
+        loss, normalizer, dx, dweight = one_pass.forward(x, weight, targets, num_valid=num_valid, wgrad=wgrad)
         ctx.save_for_backward(x, normalizer, targets, dx, dweight)
         return loss
 
@@ -42,11 +45,12 @@ class _OnePass(torch.autograd.Function):
         upstream = one_pass.common_upstream(dloss, targets)
         if upstream is None:
             dx, dweight = _recompute(ctx, dloss, x, normalizer, targets)
-            return dx, dweight, None, None, None
+            return dx, dweight, None, None, None, None
         main = getattr(ctx.weight, "main_grad", None)
         if main is not None:
             main.add_(dweight, alpha=upstream)
-        return dx * upstream, None if main is not None else (dweight * upstream).to(dx.dtype), None, None, None
+        own = None if main is not None else (dweight * upstream).to(dx.dtype)
+        return dx * upstream, own, None, None, None, None
 
 
 def _recompute(ctx, dloss: Tensor, x: Tensor, normalizer: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -56,7 +60,8 @@ def _recompute(ctx, dloss: Tensor, x: Tensor, normalizer: Tensor, targets: Tenso
     total = main
     if main is None and weight.requires_grad:
         total = torch.zeros_like(weight, dtype=normalizer.dtype)
-    dx = ctx.impl.backward(dloss, x, weight, normalizer, targets, main=total, **ctx.span)
+    accumulate = None if total is None else partial(ctx.wgrad.accumulate, total)
+    dx = ctx.impl.backward(dloss, x, weight, normalizer, targets, accumulate=accumulate, **ctx.span)
     return dx, total.to(weight.dtype) if main is None and total is not None else None
 
 
@@ -69,6 +74,7 @@ def linear_cross_entropy(
     num_valid: int | None = None,
     reduce: Reduce = alone,
     impl=reference,
+    wgrad=wgrad_reference,
 ) -> Tensor:
     """Cross entropy of each row of x @ weight^T; 0, with zero gradients, where the target is IGNORE. Not averaged.
 
@@ -79,6 +85,7 @@ def linear_cross_entropy(
         start:     vocabulary index of row 0 of weight.
         num_valid: leading rows of weight that are not padding; default all.
         reduce:    reduces over the ranks that hold the other rows of weight.
+        wgrad:     an implementation of kernels/wgrad, which adds up the weight's gradient.
 
     Returns:
         (M,) fp32 (fp64 for fp64).
@@ -90,5 +97,5 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: rows of {x.shape[1]} do not fit weight {tuple(weight.shape)}")
     num_valid = weight.shape[0] if num_valid is None else num_valid
     if impl is reference and reduce is alone and torch.is_grad_enabled() and one_pass.pays(x, weight):
-        return _OnePass.apply(x, weight, targets, num_valid, impl)
-    return _LinearCrossEntropy.apply(x, weight, targets, start, num_valid, reduce, impl)
+        return _OnePass.apply(x, weight, targets, num_valid, impl, wgrad)
+    return _LinearCrossEntropy.apply(x, weight, targets, start, num_valid, reduce, impl, wgrad)

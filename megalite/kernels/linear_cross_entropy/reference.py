@@ -8,9 +8,6 @@ from torch import Tensor
 
 from megalite.kernels.cross_entropy import reference as cross_entropy
 from megalite.kernels.linear_cross_entropy import chunks
-from megalite.kernels.wgrad import reference as wgrad
-
-_TOOLS = chunks.Tools(cross_entropy, wgrad)
 
 
 def statistics(x: Tensor, weight: Tensor, targets: Tensor, *, start: int, num_valid: int) -> Tensor:
@@ -25,7 +22,8 @@ def statistics(x: Tensor, weight: Tensor, targets: Tensor, *, start: int, num_va
     Returns:
         (3, M) in the compute dtype.
     """
-    return chunks.statistics(x, weight, targets, span={"start": start, "num_valid": num_valid}, tools=_TOOLS)
+    span = {"start": start, "num_valid": num_valid}
+    return chunks.statistics(x, weight, targets, span=span, cross_entropy=cross_entropy)
 
 
 def backward(
@@ -35,15 +33,19 @@ def backward(
     normalizer: Tensor,
     targets: Tensor,
     *,
-    main: Tensor | None,
+    accumulate: chunks.Accumulate | None,
     start: int,
     num_valid: int,
 ) -> Tensor:
-    """The gradient of x (M, D), in x's dtype; that of weight is added to `main` (columns, D) unless it is None.
+    """The gradient of x (M, D), in x's dtype.
 
     Args:
         dloss:      (M,) upstream gradient of each token.
         normalizer: (2, M) of the whole row: its largest logit and the sum of exp(logit - largest).
+        accumulate: called with the gradient of each chunk of logits and its rows of x, it adds their product to the
+                    weight's gradient; None where that is not wanted.
     """
     span = {"start": start, "num_valid": num_valid}
-    return chunks.backward(dloss, x, weight, normalizer, targets, main=main, span=span, tools=_TOOLS)
+    return chunks.backward(
+        dloss, x, weight, normalizer, targets, accumulate=accumulate, span=span, cross_entropy=cross_entropy
+    )

@@ -29,7 +29,7 @@ class _AllRows(torch.autograd.Function):
 
 
 def vocab_parallel_linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, tp: TensorParallel, vocab_size: int, impl
+    x: Tensor, weight: Tensor, targets: Tensor, *, tp: TensorParallel, vocab_size: int, impl, wgrad
 ) -> Tensor:
     """Cross entropy per token of x @ weight^T; rank r holds rows [r*Vp/tp, (r+1)*Vp/tp), Vp the padded vocabulary.
 
@@ -39,6 +39,7 @@ def vocab_parallel_linear_cross_entropy(
         targets:    (M,) int64, the same on every rank; -100 marks a row to skip.
         vocab_size: logical vocabulary; rows of weight beyond it are padding, which has no share in the loss.
         impl:       an implementation of kernels/linear_cross_entropy.
+        wgrad:      an implementation of kernels/wgrad.
 
     Returns:
         (M,) fp32 (fp64 for fp64), the same on every rank, 0 for skipped rows. Not averaged: train/step.py divides.
@@ -63,4 +64,5 @@ def vocab_parallel_linear_cross_entropy(
         num_valid=num_valid,
         reduce=alone if tp.size == 1 else reduce,
         impl=impl,
+        wgrad=wgrad,
     )
