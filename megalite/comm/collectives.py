@@ -36,6 +36,13 @@ class Work:
     group: Group | None = None
     name: str = ""
     """For traces; given with the group."""
+    in_stream: bool = False
+    """`wait` makes the stream wait, not the caller."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self.handle is None or self.in_stream or self.handle.is_completed()
 
     def wait(self) -> None:
         """Block until the result is there (on a GPU: until this stream may read it)."""
@@ -60,7 +67,7 @@ def _traced(collective: Callable[..., Work]) -> Callable[..., Work]:
         name = site or collective.__name__
         with _span(group, name):
             work = collective(*args, site=site, **kwargs)
-        work.group, work.name = group, name
+        work.group, work.name, work.in_stream = group, name, args[0].device.type != "cpu"
         return work
 
     return call

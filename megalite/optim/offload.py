@@ -1,7 +1,8 @@
 """Optimizer state in host memory: gradients come down, the CPU updates, new values go up.
 
-All copies run on a stream of their own, unit after unit: while the CPU updates one unit the gradients of the next ones
-arrive and the new values of the former ones leave. On a CPU device streams and events are torch's stand-ins and the
+All copies run on a stream of their own. A unit's gradient leaves the device when its reduction is done, under the
+backward of the units before it; while the CPU updates one unit the gradients of the next ones arrive and the new values
+of the former ones leave. On a CPU device streams and events are torch's stand-ins and the
 copies plain ones, so the same lines run.
 
 Memory: on the device the moments are gone (8 bytes per element of the shard in fp32), with `main` the main params too
@@ -10,6 +11,7 @@ Reference: Ren et al., arXiv:2101.06840 (ZeRO-Offload).
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,8 @@ class HostUnits:
         self.device_module = torch.get_device_module(device)
         self.stream = self.device_module.Stream()
         self.copies = {name: self._make(unit) for name, unit in units.items()}
+        self.taken: dict[str, int] = {}
+        """Elements of each unit's gradient that are copied or being copied, by the order of their first."""
 
     def _make(self, unit: Unit) -> HostCopy:
         made = HostCopy(empty_on_host(unit.main), empty_on_host(unit.grad), None, self.device_module.Event())
@@ -57,26 +61,54 @@ class HostUnits:
                 made.copy = empty_on_host(made.main, dtype=unit.shard.dtype)
         return made
 
-    def arriving(self) -> Iterator[Unit]:
-        """Yield each unit when its main params and gradient are on the host; what the caller then makes of them goes
-        back to the device. The current stream waits for all of it in the end."""
-        current = self.device_module.current_stream()
-        self.stream.wait_stream(current)
-        with self.device_module.stream(self.stream):
-            for name, unit in self.units.items():
-                self._fetch(unit, self.copies[name])
-        for name, unit in self.units.items():
-            self.copies[name].arrived.synchronize()
-            yield unit
-            with self.device_module.stream(self.stream):
-                self._send(unit, self.copies[name])
-        current.wait_stream(self.stream)
+    def begin_step(self) -> None:
+        """Gradients may be overwritten after this, also where no update has read the copies."""
+        self.device_module.current_stream().wait_stream(self.stream)
+        self.taken.clear()
 
-    def _fetch(self, unit: Unit, host: HostCopy) -> None:
-        host.grad.copy_(unit.grad, non_blocking=True)
-        if not self.main:
-            host.main.copy_(unit.main, non_blocking=True)
-        host.arrived.record(self.stream)
+    def side(self) -> AbstractContextManager[None]:
+        """Run on the stream of the copies, behind what the current stream has been given so far."""
+        self.stream.wait_stream(self.device_module.current_stream())
+        return self.device_module.stream(self.stream)
+
+    def mark(self) -> object:
+        """An event of what the stream of the copies has been given so far."""
+        event = self.device_module.Event()
+        event.record(self.stream)
+        return event
+
+    def wait(self, event: object) -> None:
+        """Have the current stream wait for it."""
+        self.device_module.current_stream().wait_event(event)
+
+    def take(self, unit: Unit, segments: list[tuple[int, int]]) -> None:
+        """Begin to copy slices of the unit's gradient, which nothing changes any more in this step; with the first
+        ones the main params go."""
+        host = self.copies[unit.name]
+        with self.side():
+            if unit.name not in self.taken and not self.main:
+                host.main.copy_(unit.main, non_blocking=True)
+            for begin, end in segments:
+                host.grad[begin:end].copy_(unit.grad[begin:end], non_blocking=True)
+            host.arrived.record(self.stream)
+        self.taken[unit.name] = self.taken.get(unit.name, 0) + sum(end - begin for begin, end in segments)
+
+    def arriving(self) -> Iterator[Unit]:
+        """Yield each unit when its main params and gradient are on the host, in the order in which they were taken;
+        what the caller then makes of them goes back to the device. The current stream waits for all of it in the end.
+
+        Units whose gradient nobody gave to `take` as a whole since the last update are taken now.
+        """
+        for name, unit in self.units.items():
+            if self.taken.get(name) != unit.grad.numel():
+                self.take(unit, [(0, unit.grad.numel())])
+        for name in list(self.taken):
+            self.copies[name].arrived.synchronize()
+            yield self.units[name]
+            with self.device_module.stream(self.stream):
+                self._send(self.units[name], self.copies[name])
+        self.device_module.current_stream().wait_stream(self.stream)
+        self.taken.clear()
 
     def _send(self, unit: Unit, host: HostCopy) -> None:
         if self.main:

@@ -69,6 +69,8 @@ class ShardOptimizer:
         self.moments = placement.moments or zero.policy.main
         self.kernel, self.norm_kernel = _kernels(config, zero, placement)
         self.host = HostUnits(zero.units, zero.mesh.device, main=placement.offload_main) if placement.offload else None
+        if self.host is not None:
+            zero.send_grads(self.host)
         self.step_count = 0
         kinds = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",) if config.momentum > 0 else ()}[config.name]
         self.state = {k: {name: self._zeros(unit) for name, unit in zero.units.items()} for k in kinds}

@@ -213,6 +213,17 @@ LAYOUTS = {
         "mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=2 zero.offload_optimizer=cpu zero.offload_main=true "
         f"model.tie_embeddings=true {SGD}"
     ),
+    "dp2-zero0-offload-sgd": Layout(f"mesh.dp=2 zero.stage=0 zero.offload_optimizer=cpu {SGD}"),
+    "tp2-offload": Layout("mesh.tp=2 zero.offload_optimizer=cpu", "documents"),
+    "pp2-zbv-dp2-tp2-zero3-each-offload": Layout(
+        f"mesh.pp=2 mesh.dp=2 mesh.tp=2 {ZBV} zero.stage=3 zero.reduce_each=microbatch zero.offload_optimizer=cpu"
+    ),
+    "pp2-tp4-kv2-tied-offload-main": Layout(
+        "mesh.pp=2 mesh.tp=4 model.tie_embeddings=true zero.offload_optimizer=cpu zero.offload_main=true"
+    ),
+    "hsdp2x2-zero3-each-offload": Layout(
+        "mesh.dp.replicate=2 mesh.dp.shard=2 zero.stage=3 zero.reduce_each=microbatch zero.offload_optimizer=cpu"
+    ),
     # dropout: compared with one rank of megalite
     "dropout-dp2-micro2": Layout("mesh.dp=2 model.dropout=0.2 batch.micro_batch_size=2"),
     "dropout-tp2-attention": Layout(f"mesh.tp=2 {GPT} model.dropout=0.1 model.attention_dropout=0.1"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megalite.batch import IGNORE
 from megalite.config.load import check
 from megalite.optim.offload import HostUnits
 from megalite.train.logical import full_params
@@ -48,14 +49,27 @@ def test_offloaded_main_params_are_not_the_device_s():
 
 
 def test_every_unit_is_updated_from_its_own_gradient_after_it_arrived(monkeypatch):
-    """A fetch that is left out must show: the host's copies are all that the update reads."""
-    monkeypatch.setattr(HostUnits, "_fetch", lambda self, unit, host: host.arrived.record(self.stream))
+    """A copy that is left out must show: the host's copies are all that the update reads."""
+    monkeypatch.setattr(HostUnits, "take", lambda self, unit, segments: self.taken.update({unit.name: 0}))
     broken = make_trainer(settings_of(OFFLOADS[1]))
     for host in broken.optimizer.host.copies.values():
         host.grad.zero_()
     trained(OFFLOADS[1], trainer=broken)
     expected = full_params(trained(""))
     assert not all(torch.equal(full_params(broken)[name], value) for name, value in expected.items())
+
+
+def test_a_skipped_step_leaves_nothing_behind():
+    """A batch that trains no token between two others."""
+    found = []
+    for offload in ("", OFFLOADS[0]):
+        trainer = trained(offload, num_steps=1)
+        batches = own_microbatches(trainer.config, 0, global_batch(settings_of(offload), "uneven", 1), 1)
+        for batch in batches:
+            batch.labels.fill_(IGNORE)
+        assert train_step(trainer, batches, lr=0.01).skipped
+        found.append(full_params(trained(offload, trainer=trainer, num_steps=1, first=2)))
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -8,12 +8,15 @@ do theirs at once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megalite.batch import Microbatch
+
+Reduce = Literal["no", "part", "last"]
+"""Whether gradients are reduced behind a backward: links as they are done; `last`: nothing is added in this step."""
 
 
 class LinkHooks(Protocol):
@@ -24,7 +27,7 @@ class LinkHooks(Protocol):
     def before_backward(self, position: int, weights: bool) -> None: ...
     def after_backward(self, position: int, weights: bool) -> None: ...
     def before_weights(self, position: int) -> None: ...
-    def reduce(self, position: int) -> None: ...
+    def reduce(self, position: int, last: bool) -> None: ...
 
 
 @dataclass
@@ -62,21 +65,17 @@ class Chunk:
             self.in_flight[mb] = (batch, kept)
         return x.detach()
 
-    def backward(self, mb: int, grad: Tensor, *, reduce: bool) -> Tensor | None:
-        """Run the chain backwards from the gradient of its output; returns that of its input (None at the first stage).
-
-        Args:
-            reduce: gradients are complete after this microbatch, so each link's units may be reduced as soon as it is
-            done.
-        """
+    def backward(self, mb: int, grad: Tensor, *, reduce: Reduce) -> Tensor | None:
+        """Run the chain backwards from the gradient of its output; returns that of its input (None at the first
+        stage)."""
         return self._backward(mb, grad, split=False, reduce=reduce)
 
     def backward_input(self, mb: int, grad: Tensor) -> Tensor | None:
         """As `backward`, with the weight gradients of blocks put off until `backward_weights`; nothing is reduced."""
         self.deferred[mb] = [[] for _ in self.links]
-        return self._backward(mb, grad, split=True, reduce=False)
+        return self._backward(mb, grad, split=True, reduce="no")
 
-    def backward_weights(self, mb: int, *, reduce: bool) -> None:
+    def backward_weights(self, mb: int, *, reduce: Reduce) -> None:
         """Make the weight gradients that `backward_input` has put off, last link first."""
         queues = self.deferred.pop(mb)
         for position in reversed(range(len(self.links))):
@@ -86,10 +85,10 @@ class Chunk:
                     for action in queues[position]:
                         action()
                 queues[position].clear()
-            if reduce:
-                self.hooks.reduce(position)
+            if reduce != "no":
+                self.hooks.reduce(position, reduce == "last")
 
-    def _backward(self, mb: int, grad: Tensor, *, split: bool, reduce: bool) -> Tensor | None:
+    def _backward(self, mb: int, grad: Tensor, *, split: bool, reduce: Reduce) -> Tensor | None:
         batch, kept = self.in_flight.pop(mb)
         for position in reversed(range(len(self.links))):
             entry = kept.pop()
@@ -107,8 +106,8 @@ class Chunk:
             grad = entry.input.grad if entry.input is not None else None
             del output, entry
             self.hooks.after_backward(position, weights=not defer)
-            if reduce:
-                self.hooks.reduce(position)
+            if reduce != "no":
+                self.hooks.reduce(position, reduce == "last")
         return grad
 
     def _defer(self, position: int, queue: list | None) -> None:

@@ -17,7 +17,7 @@ from megalite.comm.p2p import Message, irecv, isend
 from megalite.mesh import Mesh
 from megalite.observe.spans import Kind
 from megalite.parallel.pp.actions import Action, Op
-from megalite.parallel.pp.chunk import Chunk
+from megalite.parallel.pp.chunk import Chunk, Reduce
 from megalite.parallel.pp.lower import Lowered
 
 _NOTHING = nullcontext()
@@ -109,7 +109,9 @@ class PipelineRuntime:
         elif action.op in (Op.B, Op.I):
             self._backward(action, state)
         elif action.op is Op.W:
-            self.chunks[action.stage].backward_weights(action.mb, reduce=(action.stage, action.mb) in self.reduces)
+            self.chunks[action.stage].backward_weights(
+                action.mb, reduce=self.reduces.get((action.stage, action.mb), "no")
+            )
         elif action.op in (Op.SEND_F, Op.SEND_B):
             self._send(action, state)
         elif action.op in (Op.RECV_F, Op.RECV_B):
@@ -136,7 +138,7 @@ class PipelineRuntime:
         stage, mb, chunk = action.stage, action.mb, self.chunks[action.stage]
         output_grad = self._take(state.inputs, Action(Op.B, stage, mb))
         if action.op is Op.B:
-            grad = chunk.backward(mb, output_grad, reduce=(stage, mb) in self.reduces)
+            grad = chunk.backward(mb, output_grad, reduce=self.reduces.get((stage, mb), "no"))
         else:
             grad = chunk.backward_input(mb, output_grad)
         if stage > 0:
@@ -185,15 +187,18 @@ class PipelineRuntime:
         return mb * self.lowered.schedule.num_stages + sender_stage
 
 
-def _completing_backwards(row: tuple[Action, ...]) -> set[tuple[int, int]]:
+def _completing_backwards(row: tuple[Action, ...]) -> dict[tuple[int, int], Reduce]:
     """(stage, mb) of each backward that a REDUCE follows: its links may be reduced as soon as they are done."""
-    completing, last = set(), {}
+    completing: dict[tuple[int, int], Reduce] = {}
+    backward: dict[int, int] = {}
+    ends: dict[int, tuple[int, int]] = {}
     for action in row:
         if action.op in (Op.B, Op.W):
-            last[action.stage] = action.mb
+            backward[action.stage] = action.mb
         elif action.op is Op.REDUCE:
-            completing.add((action.stage, last[action.stage] if action.mb is None else action.mb))
-    return completing
+            ends[action.stage] = (action.stage, backward[action.stage] if action.mb is None else action.mb)
+            completing[ends[action.stage]] = "part"
+    return completing | dict.fromkeys(ends.values(), "last")
 
 
 def _gathers_for_backward(row: tuple[Action, ...]) -> set[int]:

@@ -44,9 +44,9 @@ class StageHooks:
         """Gradient buffers of the link are ready after this; its parameters are not needed."""
         self.manager.ready_grads(self.links[position])
 
-    def reduce(self, position: int) -> None:
-        """Begin to reduce the units whose gradient the link completes."""
-        self.manager.reduce(self.links[position])
+    def reduce(self, position: int, last: bool) -> None:
+        """Begin to reduce the units whose gradient the link completes; after the `last` time nothing is added."""
+        self.manager.reduce(self.links[position], last=last)
 
     def gather(self, *, backward: bool) -> None:
         """GATHER: begin with the link that the stage's next action runs first, or hold the whole stage.

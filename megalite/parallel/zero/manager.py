@@ -9,6 +9,7 @@ freed and reduced.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,21 @@ from megalite.comm.collectives import all_reduce
 from megalite.mesh import Group, Mesh
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.zero.layout import Run, flat_layout
-from megalite.parallel.zero.reduce import Reducer
+from megalite.parallel.zero.reduce import GradSink, Reducer
 from megalite.parallel.zero.unit import InitFn, Place, State, Unit
 
 GradCheck = Callable[[str, str, Tensor], None]
 """(unit, logical name, this rank's part of the gradient as a flat view)."""
+
+
+class UnitSink(GradSink, Protocol):
+    """A sink of units' gradients."""
+
+    def begin_step(self) -> None:
+        """Gradients will be overwritten."""
+
+    def take(self, unit: Unit, segments: list[tuple[int, int]]) -> None:
+        """These slices of `unit.grad` are as the optimizer shall see them."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class ZeroManager:
         self.largest_link_bytes = 0
         """The most that one link of this rank reads."""
         self.grad_check: GradCheck | None = None
+        self.sink: UnitSink | None = None
 
     def _unit(self, name: str, params: list, init: InitFn) -> Unit:
         slots = [(n, freeze(p.spec, self.policy.frozen), tuple(p.shape)) for n, p, _ in params]
@@ -146,6 +158,7 @@ class ZeroManager:
 
     def ready_grads(self, link: LinkUnits) -> None:
         """Have buffers that the link's gradients may be added to."""
+        self.reducer.poll()
         for name in link.reads:
             self.reducer.ready(self.units[name])
 
@@ -154,15 +167,17 @@ class ZeroManager:
         for name in link.reads:
             self.units[name].collect_plain_grads()
 
-    def reduce(self, link: LinkUnits) -> None:
-        """Begin to reduce the units whose gradient this link completes."""
+    def reduce(self, link: LinkUnits, *, last: bool = False) -> None:
+        """Begin to reduce the units whose gradient this link completes; after the `last` time nothing is added."""
         for name in link.reduces:
-            self.reducer.start(self.units[name])
+            self.reducer.start(self.units[name], last=last)
 
     # Around steps
 
     def begin_step(self) -> None:
         """Zero all gradients."""
+        if self.sink is not None:
+            self.sink.begin_step()
         self.reducer.begin_step()
 
     def finish_grads(self) -> None:
@@ -182,6 +197,23 @@ class ZeroManager:
                 unit.grad[begin:end].zero_()
         if self.grad_check is not None:
             self._check_grads(self.grad_check)
+        if self.sink is not None:
+            for unit in self.units.values():
+                self.sink.take(unit, self._late_segments(unit))
+
+    def send_grads(self, sink: UnitSink) -> None:
+        """Have `sink` take each unit's gradient as soon as nothing changes it any more: most of it when it is reduced
+        over dp, while the backward goes on, and what is summed over tp, over the kv replicas or over the tied copies,
+        is frozen, or is shown to a check, at the end of `finish_grads`."""
+        self.sink = self.reducer.sink = sink
+        self.reducer.complete = lambda unit: sink.take(unit, _between(self._late_segments(unit), unit.grad.numel()))
+
+    def _late_segments(self, unit: Unit) -> list[tuple[int, int]]:
+        """Slices of the unit's shard that `finish_grads` still changes after the reduction over dp."""
+        if self.grad_check is not None or (unit.name == "tied" and self.tied_group.size > 1):
+            return [(0, unit.grad.numel())]
+        axes = [axis for axis, group in (("tp", self.mesh.tp), ("kv", self.mesh.kv)) if group.size > 1]
+        return self.segments(unit, lambda run: run.part.frozen or any(_reduces(run, axis) for axis in axes))
 
     def check_grads(self, callback: GradCheck | None) -> None:
         """Have `callback` called at the end of every `finish_grads`, once for each run of a logical tensor's gradient
@@ -253,3 +285,9 @@ def freeze(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
 
 def _reduces(run: Run, over: str) -> bool:
     return run.slot.spec.tp_reduce == over and run.part.num_replicas > 1
+
+
+def _between(segments: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """What ascending segments leave of [0, numel)."""
+    edges = [0, *(edge for segment in segments for edge in segment), numel]
+    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
