@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megalite import native
-from megalite.comm.attach import shared_memory_missing
-from megalite.comm.segment import SHM_DIR, free_bytes
+from megalite.comm.segment import SHM_DIR, free_bytes, shared_memory_missing
 from megalite.comm.symmetric import symmetric_missing
 from megalite.config.schema import Kernels
 from megalite.kernels.registry import interpreting, select, triton_missing

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite import native
 from megalite.comm.segment import (
     SHM_DIR,
     Process,
@@ -20,6 +19,7 @@ from megalite.comm.segment import (
     gather_objects,
     pid_namespace,
     share,
+    shared_memory_missing,
     this_process,
 )
 from megalite.comm.shm import ShmChannel, Tuning, segment_bytes
@@ -85,15 +85,6 @@ def attach_channels(mesh: Mesh, comm: Comm, *, timeout_s: float) -> Mesh:
         for ranks, (segment, tuning) in segments.items()
     }
     return replace(mesh, **dict(_with_channels(mesh, channels)))
-
-
-def shared_memory_missing() -> str | None:
-    """Why this machine's CPU ranks can't share memory, or None."""
-    if native.load() is None:
-        return f"the compiled extension is missing ({native.why_missing()})"
-    if not os.access(SHM_DIR, os.W_OK | os.X_OK):
-        return f"{SHM_DIR} is not there or not writable"
-    return None
 
 
 def _this_rank() -> _Rank:

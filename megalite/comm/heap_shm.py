@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite import native
 from megalite.comm.heap_layout import Piece, SymmetricBuffer, buffer_from_blocks
-from megalite.comm.segment import SHM_DIR, share
+from megalite.comm.segment import share, shared_memory_missing
 from megalite.mesh import Group
 
 ARRIVED = 0
@@ -22,11 +22,7 @@ def shm_missing(device: torch.device) -> str | None:
     """Why a heap in shared memory is not possible here, or None."""
     if device.type != "cpu":
         return f"shared memory is for CPU ranks, this one is on {device.type}"
-    if native.load() is None:
-        return f"the compiled extension is missing: {native.why_missing()}"
-    if not SHM_DIR.is_dir():
-        return f"this machine has no {SHM_DIR}"
-    return None
+    return shared_memory_missing()
 
 
 class ShmHeap:

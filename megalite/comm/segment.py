@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite import native
+
 SHM_DIR = Path("/dev/shm")
 _NAME = re.compile(r"megalite-(\d+)-(\d+)-(\d+)-\d+")
 _COUNTER = itertools.count()
@@ -49,6 +51,15 @@ class Process:
         """Whether it runs; a zombie does not."""
         found = _stat(self.pid)
         return found is not None and found[1] == self.start and found[0] not in "ZX"
+
+
+def shared_memory_missing() -> str | None:
+    """Why this machine's CPU ranks can't share memory, or None."""
+    if native.load() is None:
+        return f"the compiled extension is missing ({native.why_missing()})"
+    if not os.access(SHM_DIR, os.W_OK | os.X_OK):
+        return f"{SHM_DIR} is not there or not writable"
+    return None
 
 
 def this_process() -> Process:

@@ -165,6 +165,10 @@ CASES = {
         {"optimizer": {"name": "sgd", "betas": [0.9, 0.999]}},
         "optimizer.betas=[0.9, 0.999] has no effect with optimizer.name=sgd; leave it out (default [0.9, 0.95])",
     ),
+    "cpu transport on gpus": (
+        {"comm": {"cpu_backend": "shm"}, "run": {"device": "cuda"}},
+        "comm.cpu_backend=shm has no effect with run.device=cuda; leave it out (default auto)",
+    ),
     "min ratio of a constant rate": (
         {"lr": {"schedule": "constant", "min_ratio": 0.5}},
         "lr.min_ratio=0.5 has no effect with lr.schedule=constant; leave it out (default 0.1)",
