@@ -1,8 +1,9 @@
 """Everything that needs one GPU, as a few commands with time limits: writes report.json and report.md.
 
-Stages: doctor; build (csrc into the checkout); check (every kernel against float64, bf16 first); bench (with the
-ceilings measured in the same run); train (a 1B model on one GPU: MFU and peak memory). A stage that fails does not stop
-the next. `--device cpu --tiny` runs the same lines at toy sizes on a machine with no GPU.
+Stages: doctor; build (csrc into the checkout); check (every kernel against float64, bf16 first); symm (kernels of
+several ranks, on one GPU); bench (with the ceilings measured in the same run); train (a 1B model on one GPU: MFU and
+peak memory). A stage that fails does not stop the next. `--device cpu --tiny` runs the same lines at toy sizes on a
+machine with no GPU.
 """
 
 import argparse
@@ -92,6 +93,17 @@ def bench(options: Options) -> list[str]:
     return command("kernels", "bench", "--device", options.device, "--json", str(options.out / "bench.json"), *sizes)
 
 
+def symm(options: Options) -> list[str]:
+    """Kernels of overlap.backend=symm, several ranks on the one GPU."""
+    return [
+        sys.executable,
+        str(ROOT / "tools" / "gpu_symm.py"),
+        "--device",
+        options.device,
+        *["--tiny"][: options.tiny],
+    ]
+
+
 def train(options: Options) -> list[str]:
     """The 1B model, or a toy."""
     config: dict[str, Any] = LARGE | {
@@ -110,6 +122,7 @@ STAGES: dict[str, tuple[Callable[[Options], list[str]], int]] = {
     "doctor": (doctor, 60),
     "build": (build, 120),
     "check": (check, 120),
+    "symm": (symm, 90),
     "bench": (bench, 200),
     "train": (train, 200),
 }

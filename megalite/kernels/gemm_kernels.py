@@ -130,10 +130,12 @@ def pull_segments(
 
     Rank - 1 has this rank's segment first, then rank - 2 and so on: row i of staging is of rank - 1 - i.
     Each worker takes every workers-th block, here and when it sums, so that it reads what itself has written.
+    Returns 0, or NaN if anything came late.
     """
+    failed = tl.load(errors)
     for step in range(1, SIZE):
         source = (rank - step + SIZE) % SIZE
-        wait_flag(flags, source, READY, now, errors, rank, limit, NUM_FLAGS)
+        failed += wait_flag(flags, source, READY, now, errors, rank, limit, NUM_FLAGS)
         place = tl.load(pointers + source).to(tl.pointer_type(staging.dtype.element_ty)) + start
         if ALIGNED:
             place = tl.multiple_of(place, 16)
@@ -142,7 +144,8 @@ def pull_segments(
         for _ in range(worker, tl.cdiv(length, BLOCK), workers):
             tl.store(row + at, tl.load(place + at, mask=at < length), mask=at < length)
             at += workers * BLOCK
-    wait_flag(flags, rank, READY, now, errors, rank, limit, NUM_FLAGS)
+    failed += wait_flag(flags, rank, READY, now, errors, rank, limit, NUM_FLAGS)
+    return tl.where(failed == 0, 0.0, float("nan"))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-INTERPRETED_PROCESSORS = 6
+INTERPRETED_PROCESSORS = 8
 """Off the GPU: few, so that each program takes several tiles."""
 HEADROOM = 1
 """Processors that no program of a waiting grid is on."""

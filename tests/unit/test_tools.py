@@ -35,12 +35,12 @@ def test_gpu_check_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     stages = {stage["name"]: stage for stage in report["stages"]}
-    assert list(stages) == ["doctor", "check", "bench", "train"]
+    assert list(stages) == ["doctor", "check", "symm", "bench", "train"]
     assert stages["train"]["numbers"]["steps"] == 6
     assert stages["train"]["numbers"]["last_loss"] < 6.0
     assert {row["name"] for row in stages["bench"]["numbers"]["rows"]} >= {"torch", "reference"}
     text = (tmp_path / "report.md").read_text()
-    for words in ("| train | ok |", "measured ceilings", "peak_memory_gb", "swiglu"):
+    for words in ("| train | ok |", "measured ceilings", "peak_memory_gb", "swiglu", "2 ranks, 5 ops: ran"):
         assert words in text
 
 

@@ -45,10 +45,11 @@ def _gather_gemm(
     tiles_m, tiles_n = tl.cdiv(shard_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     per_shard = tiles_m * tiles_n
     ready = rank
+    failed = tl.load(errors)
     for tile in range(tl.program_id(0), SIZE * per_shard, tl.num_programs(0)):
         shard = (rank + tile // per_shard) % SIZE
         if shard != ready:
-            wait_flag(flags, shard, READY, now, errors, rank, limit, NUM_FLAGS)
+            failed += wait_flag(flags, shard, READY, now, errors, rank, limit, NUM_FLAGS)
             ready = shard
         start = shard.to(tl.int64) * shard_rows
         source = gathered + start * K
@@ -59,6 +60,7 @@ def _gather_gemm(
         total = multiply_tile(source, weight, rows, columns, shard_rows, N, K, TRANSPOSED, BLOCK_K, COMPUTE)
         if BIAS:
             total += tl.load(bias + columns, mask=columns < N, other=0.0).to(COMPUTE)[None, :]
+        total += tl.where(failed == 0, 0.0, float("nan"))
         place = y + (start + rows.to(tl.int64)[:, None]) * N + columns[None, :]
         mask = (rows < shard_rows)[:, None] & (columns < N)[None, :]
         tl.store(place, total.to(y.dtype.element_ty), mask=mask)

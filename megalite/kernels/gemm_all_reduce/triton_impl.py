@@ -76,14 +76,14 @@ def _gemm_all_reduce(
         stride = segment_rows.to(tl.int64) * N
         start = rank * stride
         length = tl.maximum(tl.minimum(stride, num_rows.to(tl.int64) * N - start), 0)
-        pull_segments(
+        late = pull_segments(
             pointers, staging, flags, errors, now, worker, workers, start, length, stride, rank, limit,
             SIZE, NUM_FLAGS, MOVE, ALIGNED,
         )  # fmt: skip
         tl.debug_barrier()
         at = worker * MOVE + tl.arange(0, MOVE).to(tl.int64)
         for _ in range(worker, tl.cdiv(length, MOVE), workers):
-            total = sum_block(partial + start, staging, bias, at, length, stride, N, rank, SIZE, BIAS, COMPUTE)
+            total = late + sum_block(partial + start, staging, bias, at, length, stride, N, rank, SIZE, BIAS, COMPUTE)
             to = (SIZE * stride + start) + at
             _push_block(pointers, to, total, at < length, SIZE, ALIGNED, partial.dtype.element_ty)
             at += workers * MOVE
@@ -109,14 +109,16 @@ def _collect(
     MOVE: tl.constexpr,
 ):
     now = tl.load(epoch)
+    failed = tl.load(errors)
     for step in range(SIZE):
         owner = (rank + step) % SIZE
-        wait_flag(flags, owner, RESULT, now, errors, rank, limit, NUM_FLAGS)
+        failed += wait_flag(flags, owner, RESULT, now, errors, rank, limit, NUM_FLAGS)
         start = owner.to(tl.int64) * stride
         end = tl.minimum(start + stride, length)
         at = start + tl.program_id(0) * MOVE + tl.arange(0, MOVE).to(tl.int64)
         for _ in range(tl.program_id(0), tl.cdiv(stride, MOVE), tl.num_programs(0)):
-            tl.store(y + at, tl.load(result + at, mask=at < end), mask=at < end)
+            moved = tl.load(result + at, mask=at < end)
+            tl.store(y + at, tl.where(failed == 0, moved, float("nan")).to(moved.dtype), mask=at < end)
             at += tl.num_programs(0) * MOVE
 
 

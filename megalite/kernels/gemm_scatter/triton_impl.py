@@ -71,14 +71,14 @@ def _gemm_scatter(
         worker, workers = program - multiplying, tl.num_programs(0) - multiplying
         length = segment_rows.to(tl.int64) * N
         start = rank * length
-        pull_segments(
+        late = pull_segments(
             pointers, staging, flags, errors, now, worker, workers, start, length, length, rank, limit,
             SIZE, NUM_FLAGS, MOVE, ALIGNED,
         )  # fmt: skip
         tl.debug_barrier()
         at = worker * MOVE + tl.arange(0, MOVE).to(tl.int64)
         for _ in range(worker, tl.cdiv(length, MOVE), workers):
-            total = sum_block(partial + start, staging, bias, at, length, length, N, rank, SIZE, BIAS, COMPUTE)
+            total = late + sum_block(partial + start, staging, bias, at, length, length, N, rank, SIZE, BIAS, COMPUTE)
             tl.store(y + at, total.to(y.dtype.element_ty), mask=at < length)
             at += workers * MOVE
 

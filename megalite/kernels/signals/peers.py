@@ -65,7 +65,8 @@ def spin_limit(timeout_s: float, device: torch.device) -> int:
 class Failures:
     """The error word of one rank's waits, copied to the host behind each call and looked at without a wait.
 
-    The first wait that gives up writes it; later waits then end at once, and every later check raises.
+    The first wait that gives up writes it; later waits then end at once, and every later check raises. On a GPU that is
+    the first check after the host has waited for it; until then results are NaN, which makes the step skip its update.
     """
 
     def __init__(self, device: torch.device, *, ranks: tuple[int, ...], timeout_s: float):

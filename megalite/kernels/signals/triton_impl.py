@@ -18,7 +18,10 @@ RESULT = tl.constexpr(2)
 
 @triton.jit
 def wait_flag(flags, peer, column, expected, errors, rank, limit, NUM_FLAGS: tl.constexpr):
-    """Return when flags[peer, column] has reached `expected`, or after `limit` looks, or at once after any failure."""
+    """Wait until flags[peer, column] has reached `expected`, `limit` looks, or, after any failure, one; is it late?
+
+    Returns 0 or 1. Results that follow a 1 are to be NaN, so that no step uses them before the host raises.
+    """
     flag = flags + peer * NUM_FLAGS + column
     got = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     looks = 0
@@ -35,6 +38,7 @@ def wait_flag(flags, peer, column, expected, errors, rank, limit, NUM_FLAGS: tl.
             tl.store(errors + 3, column)
             tl.store(errors + 4, expected)
             tl.store(errors + 5, got)
+    return (got - expected < 0).to(tl.int32)
 
 
 @triton.jit
