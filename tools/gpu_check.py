@@ -1,8 +1,9 @@
 """Everything that needs one GPU, as a few commands with time limits: writes report.json and report.md.
 
 Stages: doctor; build (csrc into the checkout); check (every kernel against float64, bf16 first); bench (with the
-ceilings measured in the same run); train (a 1B model on one GPU: MFU and peak memory). A stage that fails does not stop
-the next. `--device cpu --tiny` runs the same lines at toy sizes on a machine with no GPU.
+ceilings measured in the same run); symm (our collectives between virtual ranks on the GPU); train (a 1B model on one
+GPU: MFU and peak memory). A stage that fails does not stop the next. `--device cpu --tiny` runs the same lines at toy
+sizes on a machine with no GPU, but for symm.
 """
 
 import argparse
@@ -92,6 +93,11 @@ def bench(options: Options) -> list[str]:
     return command("kernels", "bench", "--device", options.device, "--json", str(options.out / "bench.json"), *sizes)
 
 
+def symm(options: Options) -> list[str]:
+    """Our collectives between virtual ranks on the one GPU."""
+    return [sys.executable, "tools/bench_symm.py", "--json", str(options.out / "symm.json")]
+
+
 def train(options: Options) -> list[str]:
     """The 1B model, or a toy."""
     config: dict[str, Any] = LARGE | {
@@ -111,14 +117,22 @@ STAGES: dict[str, tuple[Callable[[Options], list[str]], int]] = {
     "build": (build, 120),
     "check": (check, 120),
     "bench": (bench, 200),
+    "symm": (symm, 60),
     "train": (train, 200),
 }
 """Name -> its command and its own limit in seconds."""
+ON_A_GPU = ("symm",)
+"""Stages that are left out with --device cpu."""
 
 
 def bench_numbers(out: Path) -> dict[str, Any]:
     """Ceilings and rows of the bench's file."""
     return json.loads((out / "bench.json").read_text())
+
+
+def symm_numbers(out: Path) -> dict[str, Any]:
+    """Time of a call, and its rate over that of a copy."""
+    return {"rows": json.loads((out / "symm.json").read_text())}
 
 
 def train_numbers(out: Path) -> dict[str, Any]:
@@ -143,7 +157,7 @@ def train_numbers(out: Path) -> dict[str, Any]:
     }
 
 
-NUMBERS = {"bench": bench_numbers, "train": train_numbers}
+NUMBERS = {"bench": bench_numbers, "symm": symm_numbers, "train": train_numbers}
 
 
 def run_stage(name: str, options: Options, left_s: float) -> Stage:
@@ -207,7 +221,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + BUDGET_S
     stages = []
-    for name in (name for name in STAGES if name not in options.skip):
+    left_out = options.skip + (ON_A_GPU if options.device == "cpu" else ())
+    for name in (name for name in STAGES if name not in left_out):
         stages.append(run_stage(name, options, max(1.0, ends - time.monotonic())))
         print(f"{name}: {'ok' if stages[-1].ok else 'FAILED'} in {stages[-1].wall_s:.1f} s", flush=True)
         if not stages[-1].ok:

@@ -1,4 +1,4 @@
-"""Which groups get our GPU collectives: the choice of comm.cuda_backend, with the host build in place of the kernels."""
+"""Which groups get our GPU collectives: the choice of comm.cuda_backend, with the host build for the kernels."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from megalite.config.schema import Comm
 from megalite.mesh import Group, Mesh, Sizes
 from tests.dist.pool import mesh_for, run_ranks
 from tests.kernels import symm_host
-from tests.kernels.symm_host import HostKernels, build
+from tests.kernels.symm_host import HostKernels
 
 CPU = torch.device("cpu")
 SYMM = Comm(cuda_backend="symm")
@@ -28,9 +28,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     """The kernels as a library."""
-    return build(tmp_path_factory.mktemp("symm_library") / "symm.so", "-shared", "-fPIC")
+    return symm_host.library()
 
 
 def open_on_host(library, group: Group, device: torch.device, timeout_s: float) -> SymmChannel:

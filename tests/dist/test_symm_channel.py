@@ -16,7 +16,7 @@ from megalite.comm.symmetric import open_heap, shm_missing, virtual_heaps
 from megalite.mesh import Sizes
 from tests.dist.pool import mesh_for, run_ranks
 from tests.kernels import symm_host
-from tests.kernels.symm_host import FORMATS, HostKernels, build, expected, make_inputs
+from tests.kernels.symm_host import FORMATS, HostKernels, expected, make_inputs
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 4096
@@ -28,9 +28,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     """The kernels as a library."""
-    return build(tmp_path_factory.mktemp("symm_library") / "symm.so", "-O2", "-shared", "-fPIC")
+    return symm_host.library()
 
 
 def open_channel(library, world: int, *, timeout_s: float = 30.0, jitter_us: int = 200) -> SymmChannel:
