@@ -37,11 +37,27 @@ NVCC_FLAGS = [
     "-I",
     str(ROOT / "csrc/include"),
 ]
-CUDA_EXPECT = {
+WAITS = (r"LDG\.E\.STRONG\.SYS", r"CCTL\.IVALL")
+"""An acquire of the whole system, which throws away what the L1 cache holds."""
+SIGNALS = (r"MEMBAR\.ALL\.SYS", r"STG\.E\.STRONG\.SYS")
+"""A release to the whole system."""
+MOVES = (r"LDG\.E\.128", r"STG\.E\.128", r"\A(?![\s\S]*LDG\S*CONSTANT)")
+"""16 bytes at once, and nothing through the read-only cache, which does not know of peers' stores."""
+CUDA_EXPECT: dict[str, tuple[str, ...] | dict[str, tuple[str, ...]]] = {
     "adamw": (r"LDG\.E\.128", r"STG\.E\.128"),
     "grad_norm": (r"LDG\.E\.128", r"SHFL"),
+    "symm_all_reduce": WAITS + SIGNALS + MOVES,
+    "symm_barrier": WAITS + SIGNALS,
+    "symm_gather": WAITS + SIGNALS + MOVES,
+    "symm_multimem": {
+        "sm_90": WAITS
+        + SIGNALS
+        + MOVES
+        + (r"LDGMC\.E\.ADD\.F32x4", r"LDGMC\.E\.F32ADD\.BF16x8", r"LDGMC\.E\.F32ADD\.F16x8")
+    },
+    "symm_scatter": WAITS + SIGNALS + MOVES,
 }
-"""Source's stem -> instructions that one of its kernels must hold."""
+"""Source's stem -> instructions that one of its kernels must hold: for all architectures, or by architecture."""
 REGISTERS_PER_BLOCK = 65_536
 REGISTER_SLACK, SHARED_SLACK = 8, 1_024
 """How much worse than the baseline is still the same."""
@@ -105,6 +121,7 @@ def cuda_jobs(files: Iterable[Path], nvcc: str) -> list[Job]:
     for file in files:
         for arch in ARCHS:
             expect = CUDA_EXPECT.get(file.stem, ())
+            expect = expect.get(arch, ()) if isinstance(expect, dict) else expect
             key = digest(version, *headers, file.read_text(), repr(NVCC_FLAGS), repr(expect), arch)
             jobs.append(Job(f"csrc/{file.name}", arch, str(file), key, expect=expect))
     return jobs

@@ -1,9 +1,9 @@
 """Everything that needs one GPU, as a few commands with time limits: writes report.json and report.md.
 
 Stages: doctor; build (csrc into the checkout); check (every kernel against float64, bf16 first); symm (kernels of
-several ranks, on one GPU); bench (with the ceilings measured in the same run); train (a 1B model on one GPU: MFU and
-peak memory). A stage that fails does not stop the next. `--device cpu --tiny` runs the same lines at toy sizes on a
-machine with no GPU.
+several ranks, on one GPU); bench (with the ceilings measured in the same run); collectives (ours, between virtual ranks
+on the GPU); train (a 1B model on one GPU: MFU and peak memory). A stage that fails does not stop the next.
+`--device cpu --tiny` runs the same lines at toy sizes on a machine with no GPU, but for collectives.
 """
 
 import argparse
@@ -104,6 +104,11 @@ def symm(options: Options) -> list[str]:
     ]
 
 
+def collectives(options: Options) -> list[str]:
+    """Our collectives between virtual ranks on the one GPU."""
+    return [sys.executable, "tools/bench_symm.py", "--json", str(options.out / "collectives.json")]
+
+
 def train(options: Options) -> list[str]:
     """The 1B model, or a toy."""
     config: dict[str, Any] = LARGE | {
@@ -124,14 +129,22 @@ STAGES: dict[str, tuple[Callable[[Options], list[str]], int]] = {
     "check": (check, 120),
     "symm": (symm, 90),
     "bench": (bench, 200),
+    "collectives": (collectives, 60),
     "train": (train, 200),
 }
 """Name -> its command and its own limit in seconds."""
+ON_A_GPU = ("collectives",)
+"""Stages that are left out with --device cpu."""
 
 
 def bench_numbers(out: Path) -> dict[str, Any]:
     """Ceilings and rows of the bench's file."""
     return json.loads((out / "bench.json").read_text())
+
+
+def collectives_numbers(out: Path) -> dict[str, Any]:
+    """Time of a call, and its rate over that of a copy."""
+    return {"rows": json.loads((out / "collectives.json").read_text())}
 
 
 def train_numbers(out: Path) -> dict[str, Any]:
@@ -156,7 +169,7 @@ def train_numbers(out: Path) -> dict[str, Any]:
     }
 
 
-NUMBERS = {"bench": bench_numbers, "train": train_numbers}
+NUMBERS = {"bench": bench_numbers, "collectives": collectives_numbers, "train": train_numbers}
 
 
 def run_stage(name: str, options: Options, left_s: float) -> Stage:
@@ -220,7 +233,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + BUDGET_S
     stages = []
-    for name in (name for name in STAGES if name not in options.skip):
+    left_out = options.skip + (ON_A_GPU if options.device == "cpu" else ())
+    for name in (name for name in STAGES if name not in left_out):
         stages.append(run_stage(name, options, max(1.0, ends - time.monotonic())))
         print(f"{name}: {'ok' if stages[-1].ok else 'FAILED'} in {stages[-1].wall_s:.1f} s", flush=True)
         if not stages[-1].ok:

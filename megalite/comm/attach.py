@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megalite.comm.attach_symm import attach_symm
 from megalite.comm.segment import (
     SHM_DIR,
     Process,
@@ -56,9 +57,9 @@ def attach_channels(mesh: Mesh, comm: Comm, *, timeout_s: float) -> Mesh:
     """Give the mesh's groups the local channels that `comm` asks for; collective over the world group.
 
     Raises:
-        ValueError: comm.cpu_backend=shm can't be met, with the reason; on all ranks.
+        ValueError: comm.cpu_backend=shm or comm.cuda_backend=symm can't be met, with the reason; on all ranks.
     """
-    if mesh.world.size == 1 or comm.cpu_backend == "gloo":
+    if mesh.world.size == 1:
         return mesh
     if mesh.device.type != "cpu":
         if comm.cpu_backend == "shm":
@@ -66,6 +67,12 @@ def attach_channels(mesh: Mesh, comm: Comm, *, timeout_s: float) -> Mesh:
                 f"comm.cpu_backend=shm is for CPU ranks, these are on {mesh.device.type}; leave it out, or use "
                 "run.device=cpu"
             )
+        return attach_symm(mesh, comm, WITH_COLLECTIVES, timeout_s=timeout_s)
+    if comm.cuda_backend == "symm":
+        raise ValueError(
+            "comm.cuda_backend=symm is for GPUs, these ranks are on cpu; leave it out, or use run.device=cuda"
+        )
+    if comm.cpu_backend == "gloo":
         return mesh
     rows: list[_Rank] = gather_objects(_this_rank(), mesh.world.pg)
     groups = {getattr(mesh, name).ranks for name in WITH_COLLECTIVES if getattr(mesh, name).size > 1}

@@ -42,12 +42,10 @@ class Kernels(Protocol):
     def symm_barrier(self, team: Any, stream: int) -> None: ...
 
 
-def symm_channel_missing(device: torch.device, size: int) -> str | None:
-    """Why this rank's group can't use these collectives, or None; says nothing of whether peers reach each other."""
+def symm_channel_missing(device: torch.device) -> str | None:
+    """Why the kernels can't run on this rank, or None."""
     if device.type != "cuda":
-        return f"they are CUDA kernels, this rank is on {device.type}"
-    if size > MAX_RANKS:
-        return f"they take up to {MAX_RANKS} ranks, the group has {size}"
+        return f"our collectives between GPUs are CUDA kernels, this rank is on {device.type}"
     if native.load() is None:
         return f"the compiled extension is missing: {native.why_missing()}"
     return None if hasattr(native.load(), "symm_team") else "the extension was built without nvcc"
@@ -80,6 +78,8 @@ class SymmChannel:
         kernels: Kernels | None = None,
     ):
         assert len(ranks) == heap.size
+        if heap.size > MAX_RANKS:
+            raise ValueError(f"our collectives take up to {MAX_RANKS} ranks, the group has {heap.size}")
         self._kernels = kernels or native.load()
         self._device = heap.device
         self._ranks = ranks

@@ -340,6 +340,8 @@ def _state(config: Config) -> Iterator[str]:
 def _comm(config: Config) -> Iterator[str]:
     if config.run.device == "cuda":
         yield from _unused(config.comm, "comm", {"cpu_backend": "with run.device=cuda"})
+    if config.run.device == "cpu":
+        yield from _unused(config.comm, "comm", {"cuda_backend": "with run.device=cpu"})
 
 
 def _lr(lr: Lr, steps: int) -> Iterator[str]:

@@ -307,6 +307,9 @@ class Comm(Section):
     cpu_backend: Literal["auto", "gloo", "shm"] = "auto"
     """Transport of collectives between CPU ranks. shm: shared memory, for ranks of one host. auto: shm for the groups
     that can, else gloo."""
+    cuda_backend: Literal["auto", "nccl", "symm"] = "auto"
+    """Transport of collectives between GPUs. symm: our kernels over NVLink, for the groups within one host, with sums
+    in fp32 and in rank order (in the switch's order where it adds). auto: nccl, until symm was timed over NVLink."""
 
 
 class Kernels(Section):

@@ -57,6 +57,7 @@ def shrink(config: Config, compute: Compute) -> Shrunk:
     values["kernels"] = {op: choice if choice == "auto" else "reference" for op, choice in values["kernels"].items()}
     values["lr"] = {"peak": LR[config.optimizer.name], "schedule": "constant"}
     values["data"] = {"document_mask": config.data.document_mask}
+    values["comm"] |= {"cuda_backend": "auto"}  # the ranks of verify are on the CPU
     values["run"] = {"steps": NUM_STEPS, "seed": config.run.seed, "device": "cpu", "timeout_s": config.run.timeout_s}
     layout = check(values, {}, name="the shrunk config")
     return Shrunk(layout, one_device(layout), tuple(_notes(before, layout.model_dump(mode="json"))))

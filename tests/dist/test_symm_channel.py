@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.comm.symm_channel import SymmChannel, one_shot_limit, symm_channel_missing
@@ -15,7 +16,7 @@ from megalite.comm.symmetric import open_heap, shm_missing, virtual_heaps
 from megalite.mesh import Sizes
 from tests.dist.pool import mesh_for, run_ranks
 from tests.kernels import symm_host
-from tests.kernels.symm_host import FORMATS, HostKernels, build, expected, make_inputs
+from tests.kernels.symm_host import FORMATS, HostKernels, expected, make_inputs
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 4096
@@ -27,9 +28,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     """The kernels as a library."""
-    return build(tmp_path_factory.mktemp("symm_library") / "symm.so", "-O2", "-shared", "-fPIC")
+    return symm_host.library()
 
 
 def open_channel(library, world: int, *, timeout_s: float = 30.0, jitter_us: int = 200) -> SymmChannel:
@@ -66,7 +67,7 @@ def call(channel: SymmChannel, op: str, x: Tensor, root: int) -> Tensor:
 def every_collective(rank: int, world: int, library) -> None:
     channel = open_channel(library, world)
     start_near_the_wrap(channel)
-    channel.barrier()  # all flags are set
+    dist.barrier(mesh_for(Sizes(tp=world)).tp.pg)  # all have set them, and none has been in a step
     delays = random.Random(rank)
     for dtype, num in ((torch.float32, 1003), (torch.bfloat16, 777), (torch.float16, 16)):
         for op in ("one_shot", "two_shot", "scatter", "gather", "broadcast"):
@@ -153,5 +154,6 @@ def test_kinds_by_size():
 
 
 def test_why_not_here():
-    assert symm_channel_missing(CPU, 2) == "they are CUDA kernels, this rank is on cpu"
-    assert symm_channel_missing(torch.device("cuda"), 17) == "they take up to 16 ranks, the group has 17"
+    assert symm_channel_missing(CPU) == "our collectives between GPUs are CUDA kernels, this rank is on cpu"
+    with pytest.raises(ValueError, match="up to 16 ranks, the group has 17"):
+        SymmChannel(virtual_heaps(17, device="cpu")[0], ranks=tuple(range(17)), timeout_s=1.0)

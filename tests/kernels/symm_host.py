@@ -3,6 +3,8 @@
 import ctypes
 import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ def build(out: Path, *flags: str, csrc: Path = CSRC) -> Path:
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     return out
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="symm_host_")
+
+
+@cache
+def library() -> Path:
+    """The driver as a library, built once for all tests of a process and removed with it."""
+    return build(Path(_folder().name) / "symm.so", "-shared", "-fPIC")
 
 
 def with_faults(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from tests.kernels.symm_host import FAULTS, FORMATS, OPS, barrier_lines, build, 
 pytestmark = [pytest.mark.skipif(symm_host.COMPILER is None, reason="needs g++"), pytest.mark.timeout(120)]
 WRAP = 2**32 - 3
 RACE = 66
+JITTER_US = 300
 LATE = 4  # the driver's exit code when a wait ran into its limit
 
 
@@ -32,24 +33,13 @@ def faulty(tmp_path_factory):
     return build(folder / "faulty", "-fsanitize=thread", csrc=symm_host.with_faults(folder))
 
 
-def run(binary: Path, folder: Path, op: str, x: torch.Tensor, *, offset=0, epoch=0, fault="", line=0, jitter_us=300):
+def run(binary: Path, folder: Path, op: str, x: torch.Tensor, *, offset=0, epoch=0, fault="", line=0):
     """One run of all ranks; the finished process and the outputs (calls, ranks, elements)."""
     calls, ranks, wide = x.shape
     (folder / "in").write_bytes(x.contiguous().view(torch.uint8).numpy().tobytes())
     num = wide // ranks if op == "scatter" else wide
-    words = [
-        line,
-        FAULTS.index(fault),
-        OPS.index(op),
-        ranks,
-        FORMATS[x.dtype],
-        num,
-        offset,
-        calls,
-        epoch,
-        jitter_us,
-        folder,
-    ]
+    numbers = [OPS.index(op), ranks, FORMATS[x.dtype], num, offset, calls, epoch, JITTER_US]
+    words = [line, FAULTS.index(fault), *numbers, folder]
     done = subprocess.run(
         [str(binary), *map(str, words)],
         env={"TSAN_OPTIONS": f"exitcode={RACE}:halt_on_error=1", "PATH": "/usr/bin:/bin"},

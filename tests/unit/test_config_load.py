@@ -287,7 +287,7 @@ def test_unknown_keys(base):
     (base / "x.yaml").write_text(BASE + "mesh.tp: 2\n")
     assert refused("x.yaml") == ["mesh.tp is unknown; write the parts of mesh.tp as nested keys (x.yaml:6)"]
     (problem,) = refused("base.yaml", "comm.zzz=1")
-    assert problem == "comm.zzz is unknown; comm has cpu_backend (override)"
+    assert problem == "comm.zzz is unknown; comm has cpu_backend, cuda_backend (override)"
 
 
 def test_every_problem_at_once(base):

@@ -157,6 +157,10 @@ CASES = {
         {"zero": {"stage": 0}, "mesh": {"dp": {"replicate": 2, "shard": 2}}},
         "mesh.dp.shard=2 with zero.stage=0, which shards nothing; use mesh.dp=4, or zero.stage=1, 2 or 3",
     ),
+    "GPU transport of CPU ranks": (
+        {"comm": {"cuda_backend": "symm"}, "run": {"device": "cpu"}},
+        "comm.cuda_backend=symm has no effect with run.device=cpu; leave it out (default auto)",
+    ),
     "momentum": (
         {"optimizer": {"momentum": 0.9}},
         "optimizer.momentum=0.9 has no effect with optimizer.name=adamw; leave it out (default 0.0)",

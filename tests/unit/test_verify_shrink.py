@@ -43,6 +43,10 @@ def test_the_largest_layout():
     assert (layout.model.num_heads, layout.model.num_kv_heads) == (16, 2)
 
 
+def test_what_only_gpus_have_is_left_out():
+    assert small("comm.cuda_backend=symm").comm.cuda_backend == "auto"
+
+
 def test_a_mesh_that_fits_is_kept():
     layout = small("mesh.tp=1", "mesh.dp=2", "mesh.pp=4")
     assert (layout.mesh.tp, layout.mesh.pp, layout.mesh.dp) == (1, 4, 2)
