@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.collectives import Work
 from megalite.mesh import Group
 
 
@@ -29,24 +30,22 @@ def _shifted(rows: slice, by: int) -> slice:
 
 
 class _Swap:
-    """A message to one rank of the group and one from another, both on their way; each handle is waited for once."""
+    """A message to one rank of the group and one from another, both on their way."""
 
-    def __init__(self, group: Group, *, send: Tensor, to: int, receive: Tensor, source: int, tag: int):
+    def __init__(self, group: Group, *, send: Tensor, to: int, receive: Tensor, source: int, tag: int, site: str):
         pg, ranks = group.pg, group.ranks
         receiving = dist.P2POp(dist.irecv, receive, ranks[source], pg, tag)
         works = dist.batch_isend_irecv([receiving, dist.P2POp(dist.isend, send, ranks[to], pg, tag)])
-        self._receiving, self._sending = works[:1], works[1:]  # where both are one operation, it is the first
+        self._works = [Work(work, group=group, name=site) for work in works]  # one work if it stands for both
 
     def received(self) -> None:
         """Wait until what was received may be read."""
-        while self._receiving:
-            self._receiving.pop().wait()
+        self._works[0].wait()
 
     def finish(self) -> None:
         """Wait until what was sent may be changed, too."""
-        self.received()
-        while self._sending:
-            self._sending.pop().wait()
+        for work in self._works:
+            work.wait()
 
 
 class RowGather:
@@ -65,8 +64,8 @@ class RowGather:
             source, to = (rank + step) % size, (rank - step) % size
             for tag, piece in enumerate(piece_bounds(num_rows, num_pieces)):
                 rows = _shifted(piece, source * num_rows)
-                swap = _Swap(group, send=shard[piece], to=to, receive=self.full[rows], source=source, tag=tag)
-                self._swaps.append((rows, swap))
+                ends = {"send": shard[piece], "to": to, "receive": self.full[rows], "source": source}
+                self._swaps.append((rows, _Swap(group, **ends, tag=tag, site=site)))
         self.full[self.own] = shard
 
     def arrivals(self) -> Iterator[slice]:
@@ -99,7 +98,7 @@ class RowReduceScatter:
         """`shape` (W * n, columns) of the partial sums; dtype and device of `like`."""
         size, (num_rows, columns) = group.size, (shape[0] // group.size, shape[1])
         assert num_rows * size == shape[0], f"{shape[0]} rows do not divide by {size} ranks"
-        self._group, self._num_rows = group, num_rows
+        self._group, self._site, self._num_rows = group, site, num_rows
         self._pieces = piece_bounds(num_rows, num_pieces)
         self._outgoing = like.new_empty(size - 1, num_rows, columns)
         self._parts = like.new_empty(size, num_rows, columns)
@@ -116,7 +115,8 @@ class RowReduceScatter:
             for tag, piece in enumerate(self._pieces):
                 out, receive = self._outgoing[step - 1, piece], self._parts[source, piece]
                 yield _shifted(piece, owner * self._num_rows), out
-                self._swaps.append(_Swap(self._group, send=out, to=owner, receive=receive, source=source, tag=tag))
+                ends = {"send": out, "to": owner, "receive": receive, "source": source}
+                self._swaps.append(_Swap(self._group, **ends, tag=tag, site=self._site))
         yield slice(rank * self._num_rows, (rank + 1) * self._num_rows), self._parts[rank]
 
     def finish(self) -> Tensor:
@@ -140,17 +140,18 @@ class RowAllReduce:
     def __init__(self, shape: tuple[int, int], like: Tensor, group: Group, *, site: str, num_pieces: int):
         """`shape` (rows, columns) of the partial sums; dtype and device of `like`. `num_pieces` as for a
         reduce-scatter: of each 1/W of the rows."""
-        self._group = group
+        self._group, self._site = group, site
         self._total = like.new_empty(shape)
         self._pieces = piece_bounds(shape[0], group.size * num_pieces)
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
         group.ledger.record(group.axis, "all_reduce", site, 2 * (group.size - 1) * self._total.nbytes // group.size)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """As RowReduceScatter's, in the order of the rows."""
         for rows in self._pieces:
             yield rows, self._total[rows]
-            self._works.append(dist.all_reduce(self._total[rows], group=self._group.pg, async_op=True))
+            work = dist.all_reduce(self._total[rows], group=self._group.pg, async_op=True)
+            self._works.append(Work(work, group=self._group, name=self._site))
 
     def finish(self) -> Tensor:
         """The sum (rows, columns)."""

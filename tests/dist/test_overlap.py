@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh import Sizes
+from megalite.observe.spans import Spans
 from megalite.parallel.tp.overlap.base import ALL_ROWS, Overlap
 from megalite.parallel.tp.overlap.chunked import Chunked
 from megalite.parallel.tp.overlap.none import NO_OVERLAP
@@ -75,6 +76,22 @@ def test_chunked_equals_none_and_sends_the_same(world, rows, chunks, sequence_pa
     if not sequence_parallel:
         for name in ("out", "out no bias", "dx"):
             assert all(torch.equal(values[name], found[0][0][name]) for values, _ in found), f"{name} differs by rank"
+
+
+def traced_waits(rank: int, world: int, sequence_parallel: bool) -> set[str]:
+    """Names of what a traced step waited for."""
+    mesh = mesh_for(Sizes(tp=world))
+    mesh.ledger.spans = Spans(mesh.device, limit=1000)
+    settings = {"num_rows": 8, "dtype": torch.float32}
+    four_functions(Chunked(2), TensorParallel(mesh.tp, sequence_parallel), settings)
+    found, mesh.ledger.spans = mesh.ledger.spans.take(), None
+    return {span.name for span in found if span.kind == "collective"}
+
+
+def test_waits_for_pieces_are_spans_of_a_trace():
+    reduced = {"wait up.backward tp", "wait down.forward tp"}
+    assert run_ranks(2, traced_waits, False) == [reduced] * 2
+    assert run_ranks(2, traced_waits, True) == [reduced | {"wait up.forward tp", "wait down.backward tp"}] * 2
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no_sp"])
