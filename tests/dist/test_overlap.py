@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.comm import pieces
 from megalite.mesh import Sizes
 from megalite.observe.spans import Spans
 from megalite.parallel.tp.overlap.base import ALL_ROWS, Overlap
@@ -106,3 +107,53 @@ def test_chunked_rounds_bf16_no_more_than_none(sequence_parallel):
         errors[backend.name] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
     assert 1e-3 < errors["none"] < 2e-2
     assert errors["chunked"] <= 1.2 * errors["none"]
+
+
+def order_of_events(rank: int, world: int, sequence_parallel: bool) -> dict[str, str]:
+    """Per function of the backend one letter per event: s a swap or all-reduce starts, m a product, w a wait, g the
+    weight gradient."""
+    tp, log = TensorParallel(mesh_for(Sizes(tp=world)).tp, sequence_parallel), []
+
+    def logged(function, letter: str):
+        def call(*args, **kwargs):
+            log.append(letter)
+            return function(*args, **kwargs)
+
+        return call
+
+    x, dy = torch.ones(tp.num_local_rows(8), K), torch.ones(8, N)
+    wide, tall = torch.ones(N, K), torch.ones(K, N)
+    backend, how, found = Chunked(2), {"tp": tp, "site": "here"}, {}
+    calls = {
+        "gather_gemm": lambda: backend.gather_gemm(x, wide, None, **how),
+        "gemm_reduce": lambda: backend.gemm_reduce(dy, tall, None, **how),
+        "dgrad_reduce": lambda: backend.dgrad_reduce(dy, wide, meanwhile=lambda: log.append("g"), **how),
+        "gather_dgrad": lambda: backend.gather_dgrad(
+            x, tall, meanwhile=lambda full, rows=ALL_ROWS: log.append("g"), **how
+        ),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", logged(torch.mm, "m"))
+        patch.setattr(pieces.dist, "batch_isend_irecv", logged(pieces.dist.batch_isend_irecv, "s"))
+        patch.setattr(pieces.dist, "all_reduce", logged(pieces.dist.all_reduce, "s"))
+        patch.setattr(pieces.Work, "wait", logged(pieces.Work.wait, "w"))
+        for name, call in calls.items():
+            log.clear()
+            call()
+            found[name] = "".join(log)
+    return found
+
+
+def test_the_order_of_pieces_lets_the_wire_work_under_every_product():
+    """2 ranks, 2 pieces. A gather is under way before the own rows' product and its weight gradient, and each piece is
+    multiplied when it is there; a reduction's pieces leave before the next product, and nothing is waited for before
+    the last one and the weight gradient."""
+    for found in run_ranks(2, order_of_events, True):
+        assert found["gather_gemm"].startswith("ssmwmwm")
+        assert found["gather_dgrad"].startswith("ssmgwmwmg")
+        assert found["gemm_reduce"].startswith("msmsmw")
+        assert found["dgrad_reduce"].startswith("msmsmgw")
+        assert all(events.strip("w").count("m") == 3 for events in found.values())
+    for found in run_ranks(2, order_of_events, False):
+        assert found["gemm_reduce"] == "msmsmsmswwww"
+        assert found["dgrad_reduce"] == "msmsmsmsgwwww"
