@@ -51,6 +51,13 @@ def four_functions(overlap: Overlap, tp: TensorParallel, settings: dict[str, Any
     return found
 
 
+def run_as_nccl_does(rank: int, world: int, overlap: Overlap, settings: dict[str, Any]) -> tuple[dict, dict]:
+    """The same with each receive posted in one operation with the send of its step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_receives_first", lambda tensor: False)
+        return run_backend(rank, world, overlap, settings)
+
+
 def run_backend(rank: int, world: int, overlap: Overlap, settings: dict[str, Any]) -> tuple[dict, dict]:
     """Outputs and ledger of one rank."""
     mesh = mesh_for(Sizes(tp=world))
@@ -77,6 +84,15 @@ def test_chunked_equals_none_and_sends_the_same(world, rows, chunks, sequence_pa
     if not sequence_parallel:
         for name in ("out", "out no bias", "dx"):
             assert all(torch.equal(values[name], found[0][0][name]) for values, _ in found), f"{name} differs by rank"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_receives_that_go_with_their_sends_give_the_same_bits(world):
+    settings = {"sequence_parallel": True, "num_rows": 12, "dtype": torch.float64}
+    first = run_ranks(world, run_backend, Chunked(2), settings)
+    together = run_ranks(world, run_as_nccl_does, Chunked(2), settings)
+    for (one, _), (other, _) in zip(first, together, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def traced_waits(rank: int, world: int, sequence_parallel: bool) -> set[str]:
@@ -110,8 +126,8 @@ def test_chunked_rounds_bf16_no_more_than_none(sequence_parallel):
 
 
 def order_of_events(rank: int, world: int, sequence_parallel: bool) -> dict[str, str]:
-    """Per function of the backend one letter per event: s a swap or all-reduce starts, m a product, w a wait, g the
-    weight gradient."""
+    """Per function of the backend one letter per event: r a receive is announced, s a send or an all-reduce starts,
+    m a product, w a wait, g the weight gradient."""
     tp, log = TensorParallel(mesh_for(Sizes(tp=world)).tp, sequence_parallel), []
 
     def logged(function, letter: str):
@@ -134,7 +150,8 @@ def order_of_events(rank: int, world: int, sequence_parallel: bool) -> dict[str,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "mm", logged(torch.mm, "m"))
-        patch.setattr(pieces.dist, "batch_isend_irecv", logged(pieces.dist.batch_isend_irecv, "s"))
+        patch.setattr(pieces.dist, "isend", logged(pieces.dist.isend, "s"))
+        patch.setattr(pieces.dist, "irecv", logged(pieces.dist.irecv, "r"))
         patch.setattr(pieces.dist, "all_reduce", logged(pieces.dist.all_reduce, "s"))
         patch.setattr(pieces.Work, "wait", logged(pieces.Work.wait, "w"))
         for name, call in calls.items():
@@ -149,10 +166,10 @@ def test_the_order_of_pieces_lets_the_wire_work_under_every_product():
     multiplied when it is there; a reduction's pieces leave before the next product, and nothing is waited for before
     the last one and the weight gradient."""
     for found in run_ranks(2, order_of_events, True):
-        assert found["gather_gemm"].startswith("ssmwmwm")
-        assert found["gather_dgrad"].startswith("ssmgwmwmg")
-        assert found["gemm_reduce"].startswith("msmsmw")
-        assert found["dgrad_reduce"].startswith("msmsmgw")
+        assert found["gather_gemm"].startswith("rrssmwmwm")
+        assert found["gather_dgrad"].startswith("rrssmgwmwmg")
+        assert found["gemm_reduce"].startswith("rrmsmsmw")
+        assert found["dgrad_reduce"].startswith("rrmsmsmgw")
         assert all(events.strip("w").count("m") == 3 for events in found.values())
     for found in run_ranks(2, order_of_events, False):
         assert found["gemm_reduce"] == "msmsmsmswwww"
