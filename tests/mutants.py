@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 
 from megalite.batch import IGNORE
+from megalite.comm.pieces import RowGather
 from megalite.model import gpt, stage
 from megalite.model.positions import RopeTables
 from megalite.optim import norm
@@ -30,6 +31,7 @@ from megalite.train import build, step
 
 VERIFY_LAYOUTS = {
     "tp2": "mesh.tp=2 model.num_layers=2",
+    "tp2-chunked": "mesh.tp=2 model.num_layers=2 overlap.backend=chunked overlap.chunks=2",
     "tp2-kv1": "mesh.tp=2 model.num_layers=2 model.num_kv_heads=1",
     "tp2-dropout": "mesh.tp=2 model.num_layers=2 model.dropout=0.1",
     "dp2-zero1": "mesh.dp=2 zero.stage=1 model.num_layers=2",
@@ -308,6 +310,11 @@ MUTANTS = {
         replaced(gpt, "residual_dropout", dropout_of_local_samples),
         "dp2-zero3-dropout",
         "first difference: loss of step 1",
+    ),
+    "weight-gradient-of-own-rows-only": Mutant(
+        replaced(RowGather, "others", lambda _: lambda self: []),
+        "tp2-chunked",
+        "gradient of layers.1.mlp.down.weight (layer 1, stage 0) of step 1",
     ),
     "skip-on-one-rank-only": Mutant(
         replaced(step, "compute_grads", skipped_by_rank_0_only),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.collectives import Work
 from megalite.mesh import Group
 
 
@@ -28,25 +29,47 @@ def _shifted(rows: slice, by: int) -> slice:
     return slice(rows.start + by, rows.stop + by)
 
 
-class _Swap:
-    """A message to one rank of the group and one from another, both on their way; each handle is waited for once."""
+def _receives_first(tensor: Tensor) -> bool:
+    """Whether receives are announced before anything is sent: on gloo, see [Note: receives first] in swap.py. NCCL
+    starts messages in the order of their posting, so there each receive goes with the send of its step."""
+    return tensor.device.type == "cpu"
 
-    def __init__(self, group: Group, *, send: Tensor, to: int, receive: Tensor, source: int, tag: int):
-        pg, ranks = group.pg, group.ranks
-        receiving = dist.P2POp(dist.irecv, receive, ranks[source], pg, tag)
-        works = dist.batch_isend_irecv([receiving, dist.P2POp(dist.isend, send, ranks[to], pg, tag)])
-        self._receiving, self._sending = works[:1], works[1:]  # where both are one operation, it is the first
+
+class _Swap:
+    """A message from one rank of the group and, from `start` on, one to another."""
+
+    def __init__(self, group: Group, *, receive: Tensor, source: int, to: int, tag: int, site: str):
+        self._group, self._site, self._tag = group, site, tag
+        self._receive, self._source, self._to = receive, group.ranks[source], group.ranks[to]
+        self._works: list[Work] = []
+        self._announced = _receives_first(receive)
+        if self._announced:
+            self._add(dist.irecv(receive, self._source, group=group.pg, tag=tag))
+
+    def start(self, send: Tensor) -> None:
+        """Send; nobody may change the tensor before `finish`."""
+        pg, tag = self._group.pg, self._tag
+        if self._announced:
+            self._add(dist.isend(send, self._to, group=pg, tag=tag))
+            return
+        both = [
+            dist.P2POp(dist.irecv, self._receive, self._source, pg, tag),
+            dist.P2POp(dist.isend, send, self._to, pg, tag),
+        ]
+        for work in dist.batch_isend_irecv(both):  # one work may stand for both
+            self._add(work)
 
     def received(self) -> None:
         """Wait until what was received may be read."""
-        while self._receiving:
-            self._receiving.pop().wait()
+        self._works[0].wait()
 
     def finish(self) -> None:
         """Wait until what was sent may be changed, too."""
-        self.received()
-        while self._sending:
-            self._sending.pop().wait()
+        for work in self._works:
+            work.wait()
+
+    def _add(self, handle: dist.Work) -> None:
+        self._works.append(Work(handle, group=self._group, name=self._site))
 
 
 class RowGather:
@@ -57,16 +80,19 @@ class RowGather:
 
     def __init__(self, shard: Tensor, group: Group, *, site: str, num_pieces: int):
         num_rows, size, rank = shard.shape[0], group.size, group.rank
+        pieces = piece_bounds(num_rows, num_pieces)
         group.ledger.record(group.axis, "all_gather", site, (size - 1) * shard.nbytes)
         self.full = shard.new_empty(size * num_rows, *shard.shape[1:])
         self.own = slice(rank * num_rows, (rank + 1) * num_rows)
         self._swaps: list[tuple[slice, _Swap]] = []
-        for step in range(1, size):
+        steps = [(step, tag, piece) for step in range(1, size) for tag, piece in enumerate(pieces)]
+        for step, tag, piece in steps:
             source, to = (rank + step) % size, (rank - step) % size
-            for tag, piece in enumerate(piece_bounds(num_rows, num_pieces)):
-                rows = _shifted(piece, source * num_rows)
-                swap = _Swap(group, send=shard[piece], to=to, receive=self.full[rows], source=source, tag=tag)
-                self._swaps.append((rows, swap))
+            rows = _shifted(piece, source * num_rows)
+            swap = _Swap(group, receive=self.full[rows], source=source, to=to, tag=tag, site=site)
+            self._swaps.append((rows, swap))
+        for (_, _, piece), (_, swap) in zip(steps, self._swaps, strict=True):
+            swap.start(shard[piece])
         self.full[self.own] = shard
 
     def arrivals(self) -> Iterator[slice]:
@@ -104,19 +130,28 @@ class RowReduceScatter:
         self._outgoing = like.new_empty(size - 1, num_rows, columns)
         self._parts = like.new_empty(size, num_rows, columns)
         """This rank's rows of every rank's partial sum."""
-        self._swaps: list[_Swap] = []
+        self._swaps = [
+            _Swap(group, receive=self._parts[source, piece], source=source, to=owner, tag=tag, site=site)
+            for owner, source in self._steps()
+            for tag, piece in enumerate(self._pieces)
+        ]
         group.ledger.record(group.axis, "reduce_scatter", site, self._outgoing.nbytes)
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """The rank to send to, and the one to receive from, of each step."""
+        size, rank = self._group.size, self._group.rank
+        return [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, where their partial sums are to be written) in the order to compute them, this rank's own last; a
         piece leaves when the next one is asked for."""
-        size, rank = self._group.size, self._group.rank
-        for step in range(1, size):
-            owner, source = (rank + step) % size, (rank - step) % size
-            for tag, piece in enumerate(self._pieces):
-                out, receive = self._outgoing[step - 1, piece], self._parts[source, piece]
+        swaps = iter(self._swaps)
+        for step, (owner, _) in enumerate(self._steps()):
+            for piece in self._pieces:
+                out = self._outgoing[step, piece]
                 yield _shifted(piece, owner * self._num_rows), out
-                self._swaps.append(_Swap(self._group, send=out, to=owner, receive=receive, source=source, tag=tag))
+                next(swaps).start(out)
+        rank = self._group.rank
         yield slice(rank * self._num_rows, (rank + 1) * self._num_rows), self._parts[rank]
 
     def finish(self) -> Tensor:
@@ -140,17 +175,18 @@ class RowAllReduce:
     def __init__(self, shape: tuple[int, int], like: Tensor, group: Group, *, site: str, num_pieces: int):
         """`shape` (rows, columns) of the partial sums; dtype and device of `like`. `num_pieces` as for a
         reduce-scatter: of each 1/W of the rows."""
-        self._group = group
+        self._group, self._site = group, site
         self._total = like.new_empty(shape)
         self._pieces = piece_bounds(shape[0], group.size * num_pieces)
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
         group.ledger.record(group.axis, "all_reduce", site, 2 * (group.size - 1) * self._total.nbytes // group.size)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """As RowReduceScatter's, in the order of the rows."""
         for rows in self._pieces:
             yield rows, self._total[rows]
-            self._works.append(dist.all_reduce(self._total[rows], group=self._group.pg, async_op=True))
+            work = dist.all_reduce(self._total[rows], group=self._group.pg, async_op=True)
+            self._works.append(Work(work, group=self._group, name=self._site))
 
     def finish(self) -> Tensor:
         """The sum (rows, columns)."""

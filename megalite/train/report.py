@@ -12,6 +12,7 @@ from megalite.observe.hardware import device_name, peak_flops, peak_memory_gb
 from megalite.observe.metrics import MetricsWriter, read_metrics
 from megalite.observe.plot import plot_loss
 from megalite.observe.progress import Progress, summary_table
+from megalite.observe.traffic import Sent, sent_so_far, traffic_table
 from megalite.train.step import StepResult
 from megalite.train.trace import Traced
 
@@ -53,6 +54,8 @@ class Reporter:
         self.directory = Path(config.run.dir)
         self.console = Console()
         self.checkpoint: Path | None = None
+        self.sent: Sent = {}
+        """By this rank in the last step."""
         self.traces: list[Traced] = []
         seq_len, shape = config.batch.seq_len, model_shape(config)
         self.step_tokens = config.batch.global_batch_size * seq_len
@@ -100,6 +103,7 @@ class Reporter:
             "memory_gb": peak_memory_gb(self.mesh.device),
             "comm_bytes": self.mesh.ledger.by_axis(),
         }
+        self.sent = sent_so_far(self.mesh.ledger)
         self.metrics.write_step(record)
         self.progress.step(record)
 
@@ -120,7 +124,7 @@ class Reporter:
         self.progress.note(f"checkpoint {path}")
 
     def finish(self) -> None:
-        """Draw loss.png and print the summary; after the live line has ended."""
+        """Draw loss.png and print the summary and the traffic of a step; after the live line has ended."""
         records = read_metrics(self.directory / "metrics.jsonl")
         paths = {"metrics": str(self.metrics.path)}
         if any(r.get("loss") is not None for r in records):
@@ -132,3 +136,5 @@ class Reporter:
         if self.checkpoint:
             paths["checkpoint"] = str(self.checkpoint)
         self.console.print(summary_table(records, title=layout_name(self.config), paths=paths))
+        if self.sent:
+            self.console.print(traffic_table(self.sent, title="sent by rank 0 in the last step"))

@@ -126,7 +126,7 @@ def choose(
 
 def transport_of(tp: TensorParallel, device: torch.device) -> str:
     """What carries the collectives of a group on tensors of a device: gloo, shm, nccl or symm."""
-    if getattr(tp.group, "local", None) is not None:
+    if tp.group.local is not None:
         return "shm" if device.type == "cpu" else "symm"
     return "gloo" if device.type == "cpu" else "nccl"
 
