@@ -255,6 +255,20 @@ def test_the_model_runs_what_was_selected(tmp_path, monkeypatch, model, ops, rec
     assert {op for op, _ in calls} == set(ops)
 
 
+def test_the_head_s_weight_gradient_is_one_of_them(tmp_path, monkeypatch):
+    """Four projections per block and the head."""
+    (tmp_path / "counting_kernels.py").write_text(textwrap.dedent(COUNTING))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "counting_kernels", raising=False)
+    config = make_config(LLAMA, kernels={"wgrad": "counting_kernels:wgrad"})
+    stages = make_stages(config, single_device_mesh())
+    set_main_grads(stages, torch.float64)
+    calls = importlib.import_module("counting_kernels").calls
+    calls.clear()
+    run(stages, make_batch(config))
+    assert calls == {("wgrad", "accumulate"): 4 * LLAMA["num_layers"] + 1}
+
+
 def test_the_choice_is_logged_once():
     lines = []
 
