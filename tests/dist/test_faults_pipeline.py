@@ -198,4 +198,4 @@ def test_sent_buffers_are_let_go_under_the_step():
     overrides = "mesh.pp=2 pipeline.schedule=gpipe batch.global_batch_size=16"
     for most, sent in run_ranks(2, kept_sends, overrides, timeout_s=50):
         assert sent == 16
-        assert most <= MAX_SENDS
+        assert most <= MAX_SENDS <= sent // 2
