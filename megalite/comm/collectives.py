@@ -41,7 +41,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` is known to return at once."""
         return self.handle is None or self.in_stream or self.handle.is_completed()
 
     def wait(self) -> None:

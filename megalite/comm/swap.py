@@ -35,3 +35,7 @@ class Swap:
         """Return when both have arrived."""
         for work in self._works:
             work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether both have arrived, as far as gloo tells: its messages are never known to have before the wait."""
+        return all(work.is_completed() for work in self._works)

@@ -24,7 +24,8 @@ def settings_of(overrides: str) -> dict[str, Any]:
 def make_trainer(settings: dict[str, Any]) -> Trainer:
     """This rank's trainer of the whole pool's run."""
     config = check(settings, {}, name="fault")
-    return build(config, mesh_for(sizes_of(config), kv_replicas=config.kv_replicas))
+    mesh = mesh_for(sizes_of(config), config.kv_replicas, cpu_backend=config.comm.cpu_backend)
+    return build(config, mesh)
 
 
 def make_microbatch(B: int, S: int, *, seed: int, vocab_size: int, trained: float = 0.8) -> Microbatch:

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from megalite.batch import IGNORE, Microbatch
+from megalite.parallel.pp.runtime import MAX_SENDS, PipelineRuntime
 from megalite.train.evaluate import evaluate
 from megalite.train.logical import full_grads, full_params
 from megalite.train.step import compute_grads, train_step
 from tests.dist.fault_tools import assert_same, make_microbatch, make_trainer, oracle_grads, settings_of
-from tests.dist.layouts import EIGHT, GPT, INTERLEAVED
+from tests.dist.layouts import EIGHT, GPT, INTERLEAVED, global_batch
 from tests.dist.pool import run_ranks
+from tests.dist.test_layouts import own_microbatches
 
 VOCAB = 101
 SIZES = [(1, 9), (2, 16), (1, 5), (3, 12)]
@@ -169,3 +171,31 @@ def test_evaluation_between_steps(world, overrides):
         assert losses[1::3] == losses[2::3]
         assert losses[0::3] == train_losses
         assert all(torch.equal(params[name], undisturbed[name]) for name in params)
+
+
+def kept_sends(rank, world, overrides):
+    """The most messages that a pass keeps, and how many it sends."""
+    trainer = make_trainer(settings_of(overrides))
+    most, sent = [0], [0]
+    original = PipelineRuntime._send
+
+    def send(self, action, state):
+        original(self, action, state)
+        most[0], sent[0] = max(most[0], len(state.sends)), sent[0] + 1
+
+    PipelineRuntime._send = send
+    try:
+        batches = own_microbatches(trainer.config, 0, global_batch(settings_of(overrides), "full", 0), 0)
+        train_step(trainer, batches, lr=0.01)
+    finally:
+        PipelineRuntime._send = original
+    return most[0], sent[0]
+
+
+@pytest.mark.timeout(60)
+def test_sent_buffers_are_let_go_under_the_step():
+    """Not all of a step's activations stay until its end, although gloo does not say when a message has left."""
+    overrides = "mesh.pp=2 pipeline.schedule=gpipe batch.global_batch_size=16"
+    for most, sent in run_ranks(2, kept_sends, overrides, timeout_s=50):
+        assert sent == 16
+        assert most <= MAX_SENDS <= sent // 2

@@ -20,7 +20,7 @@ from tests.dist.layouts import EIGHT, INTERLEAVED, ZBV, global_batch
 from tests.dist.pool import mesh_for, run_ranks
 from tests.dist.test_layouts import own_microbatches
 
-ZERO3 = "mesh.dp=2 zero.stage=3"
+ZERO3 = "mesh.dp=2 zero.stage=3 comm.cpu_backend=gloo"
 RUNS = {
     2: [
         "mesh.pp=2 pipeline.schedule=gpipe",
@@ -32,6 +32,7 @@ RUNS = {
         "mesh.pp=2 pipeline.schedule=v_half pipeline.virtual=2",
         "mesh.pp=2 pipeline.schedule=dualpipe_v pipeline.virtual=2",
         "mesh.tp=2",
+        "mesh.tp=2 comm.cpu_backend=gloo",
     ],
     4: [
         f"mesh.pp=2 {INTERLEAVED} {ZERO3} zero.reshard_after=forward zero.reduce_each=microbatch",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = str(ROOT / "tools")
 sys.path.insert(0, TOOLS)
 bench_train = __import__("bench_train")
-from bench import data, job, measure, megalite_side, network, rows, tables, torch_model, torch_side  # noqa: E402
+from bench import data, goals, job, measure, megalite_side, network, rows, tables, torch_model, torch_side  # noqa: E402
 
 while TOOLS in sys.path:
     sys.path.remove(TOOLS)
@@ -139,10 +139,69 @@ def test_ratios_above_one_are_in_our_favour():
     )
     table = tables.ratios([row], found)[0]
     assert table["tokens_per_s"] == {"ratio": 1.5, "best": "fast"}  # rounds: 1.5, 1, 3
+    assert table["gloo_tokens_per_s"]["ratio"] == 1.5  # all of it was on the wire
     assert table["cpu_s"] == {"ratio": 0.5, "best": "slow"}
     assert table["wire_bytes"] == {"ratio": 1.5, "best": "fast"}
     assert table["rss"] == {"ratio": 1.0, "best": "fast"}
     assert measure.difference([1.0, 2.0], [1.0, 2.5]) == 0.5
+
+
+def cube(**changes):
+    """Results of one process and of 8 ranks, with shared memory and without."""
+    ours = {"tokens_per_s": 180.0, "block_s": [0.5, 0.6], "cpu_s": 2.5, "traffic": {"tp all_gather": 3e8}}
+    return measure.Measured(
+        results=[
+            result("one", "megalite", ours=True),
+            result("one", "torch"),
+            result("2x2x2", "megalite", ours=True, **(ours | {"wire_bytes": 1e7} | changes)),
+            result("2x2x2", "megalite on gloo", ours=True, **(ours | {"wire_bytes": 3.1e8, "block_s": [0.8, 0.8]})),
+            result("2x2x2", "torch", wire_bytes=6e8),
+            result("tp2", "megalite", ours=True, wire_bytes=1e6, traffic={"tp all_gather": 2.85e8}),
+            result("tp2", "megalite on gloo", ours=True, wire_bytes=2.9e8, traffic={"tp all_gather": 2.85e8}),
+            result("tp2", "torch", wire_bytes=4e8),
+        ]
+    )
+
+
+def test_bytes_in_shared_memory_are_not_called_wire_bytes():
+    chosen = rows.selected(["2x2x2"])
+    table = {row["row"]: row for row in tables.ratios(chosen, cube())}
+    assert table["2x2x2"]["wire_bytes"] == {"ratio": 6e8 / 3.1e8, "best": "torch"}
+    assert table["2x2x2"]["tokens_per_s"]["ratio"] == pytest.approx((1 / 0.5 + 1 / 0.6) / 2)
+    assert table["2x2x2"]["gloo_tokens_per_s"]["ratio"] == 1.25
+    lines = {(line[0], line[1]): line for line in tables.lines_of(chosen, measure.Measured(cube().results[2:5]))}
+    title = chosen[-1].title
+    assert lines[title, "megalite"][4:6] == ("10.0 + shm", "300.0")
+    assert lines[title, "megalite on gloo"][4:6] == ("310.0", "300.0")
+    assert lines[title, "torch"][4:6] == ("600.0", "-")
+    without = [r for r in cube().results if r.label != "megalite on gloo"]
+    assert tables.ratios(chosen, measure.Measured(without))[1]["wire_bytes"]["ratio"] is None
+
+
+def test_goals_are_judged():
+    chosen = rows.selected(["tp2", "2x2x2"])
+
+    def judged(found):
+        return {(v.row, v.goal.split(" at ")[0]): v.holds for v in goals.verdicts(tables.ratios(chosen, found), found,
+                                                                                   rows.Work())}  # fmt: skip
+
+    assert judged(cube()) == {
+        ("one", "tokens/s"): True, ("one", "peak RSS"): True, ("tp2", "tokens/s"): True, ("tp2", "peak RSS"): True,
+        ("tp2", "wire bytes"): False, ("2x2x2", "tokens/s"): True, ("2x2x2", "peak RSS"): True,
+        ("2x2x2", "CPU s"): True,
+    }  # fmt: skip
+    slow = judged(cube(block_s=[0.6, 0.6], cpu_s=2.6, peak_rss_bytes=(1, 10**9)))
+    assert not any(slow["2x2x2", goal] for goal in ("tokens/s", "peak RSS", "CPU s"))
+    assert goals.verdicts(tables.ratios(chosen, cube()), cube(), rows.TINY) == []
+    report = tables.report(chosen, cube(), work=rows.Work(), effort=EFFORT, where=tables.machine(), markdown=False)
+    assert "MISSED" in report
+
+
+def test_which_rows_run_on_gloo_too():
+    twins = [row.name for row in rows.ROWS if rows.MEGALITE_GLOO in row.contestants]
+    assert twins == ["dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2", "2x2x2"]
+    assert all(row.contestants[0] is rows.MEGALITE for row in rows.ROWS)
+    assert megalite_side.config_of(rows.ROWS[1], rows.TINY, rows.MEGALITE_GLOO.variant).comm.cpu_backend == "gloo"
 
 
 def test_an_unknown_row(capsys):
@@ -168,6 +227,6 @@ def test_a_whole_run(tmp_path):
         num_bytes = (
             4 * 49_440
         )  # tiny's parameters: reduced and gathered, and hardly more; also the gather that overlaps
-        assert 2 * num_bytes < results["dp2-zero1", "megalite"]["wire_bytes"] < 2.3 * num_bytes
+        assert 2 * num_bytes < results["dp2-zero1", "megalite on gloo"]["wire_bytes"] < 2.3 * num_bytes
     assert page.read_text().count("| one process |") == 3
     assert [row["row"] for row in found["ratios"]] == ["one", "dp2-zero1", "2x2x2"]

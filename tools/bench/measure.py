@@ -44,6 +44,16 @@ class Result:
     traffic: dict[str, float] | None = None
     """Payload bytes per step over all ranks by `axis op`, by the contestant's own account."""
 
+    @property
+    def ledger_bytes(self) -> float | None:
+        """All payload per step, by whatever way, by the contestant's own account."""
+        return None if self.traffic is None else sum(self.traffic.values())
+
+    @property
+    def on_wire(self) -> bool:
+        """Whether the network's count is all that was sent; False: collectives went through shared memory."""
+        return self.wire_bytes is not None and self.wire_bytes >= 0.95 * (self.ledger_bytes or 0.0)
+
     def text(self) -> str:
         """One line for whoever waits."""
         wire = "?" if self.wire_bytes is None else f"{self.wire_bytes / 1e6:.1f}"

@@ -57,6 +57,9 @@ class Contestant:
 
 
 MEGALITE = Contestant("megalite", "megalite_side")
+"""By default collectives of ranks on one host go through shared memory, which is no network."""
+MEGALITE_GLOO = Contestant("megalite on gloo", "megalite_side", "comm.cpu_backend=gloo")
+"""As the opponents: everything on the wire."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,8 @@ class Row:
 
     @property
     def contestants(self) -> tuple[Contestant, ...]:
-        """megalite first."""
-        return (MEGALITE, *self.opponents)
+        """megalite first; on gloo too where there are collectives (messages between stages are gloo's anyway)."""
+        return (MEGALITE, *([MEGALITE_GLOO] if self.dp * self.tp > 1 else []), *self.opponents)
 
 
 def _torch(label: str, variant: str = "") -> Contestant:

@@ -13,11 +13,13 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.goals import GOALS_HEADER, verdicts
 from bench.measure import Effort, Measured, Result
 from bench.rows import Row, Work
 
-HEADER = ("row", "what", "tokens/s", "CPU s/step", "wire MB/step", "peak RSS MB/rank", "loss diff")
-RATIO_HEADER = ("row", "tokens/s", "CPU s", "wire bytes", "peak RSS", "best opponents, by column")
+HEADER = ("row", "what", "tokens/s", "CPU s/step", "wire MB/step", "ledger MB/step", "peak RSS MB/rank", "loss diff")
+RATIO_HEADER = ("row", "tokens/s", "on gloo", "CPU s", "wire bytes", "peak RSS", "best opponents, by column")
+COLUMNS = ("tokens_per_s", "gloo_tokens_per_s", "cpu_s", "wire_bytes", "rss")
 Table = list[tuple[str, ...]]
 
 
@@ -30,7 +32,8 @@ def lines_of(rows: list[Row], found: Measured) -> Table:
             r.label,
             f"{r.tokens_per_s:.0f}",
             f"{r.cpu_s:.3g}",
-            "not measured" if r.wire_bytes is None else f"{r.wire_bytes / 1e6:.1f}",
+            _wire(r),
+            "-" if r.ledger_bytes is None else f"{r.ledger_bytes / 1e6:.1f}",
             " .. ".join(dict.fromkeys(f"{peak / 1e6:.0f}" for peak in r.peak_rss_bytes)),
             f"{r.loss_difference:.1e}",
         )
@@ -38,30 +41,49 @@ def lines_of(rows: list[Row], found: Measured) -> Table:
     ]
 
 
+def _wire(result: Result) -> str:
+    if result.wire_bytes is None:
+        return "not measured"
+    return f"{result.wire_bytes / 1e6:.1f}" + ("" if result.on_wire else " + shm")
+
+
 def ratios(rows: list[Row], found: Measured) -> list[dict]:
-    """Per row and column, how many times better megalite is, and than whom."""
+    """Per row and column, how many times better megalite is, and than whom.
+
+    Speed, CPU and memory are those of its defaults; wire bytes and a second speed those of the run with all on gloo.
+    """
     table = []
     for row in rows:
         own = [r for r in found.results if r.row == row.name]
         ours = [r for r in own if r.ours]
         opponents = [r for r in own if not r.ours]
         if ours and opponents:
-            table.append({"row": row.name, "title": row.title} | _columns(ours[0], opponents))
+            table.append({"row": row.name, "title": row.title} | _columns(ours, opponents))
     return table
 
 
-def _columns(ours: Result, opponents: list[Result]) -> dict:
+def _columns(ours: list[Result], opponents: list[Result]) -> dict:
     speed = max(opponents, key=lambda r: r.tokens_per_s)
-    columns = {"tokens_per_s": (statistics.median(_pairs(speed.block_s, ours.block_s)), speed.label)}
-    costs = {"cpu_s": lambda r: r.cpu_s, "wire_bytes": lambda r: r.wire_bytes, "rss": lambda r: r.peak_rss_bytes[1]}
-    for name, cost in costs.items():
+    on_wire = next((r for r in reversed(ours) if r.on_wire), None)
+    columns = {"tokens_per_s": (_speed_ratio(speed, ours[0]), speed.label)}
+    columns["gloo_tokens_per_s"] = (_speed_ratio(speed, on_wire) if on_wire and on_wire.wire_bytes else None, "")
+    costs = {
+        "cpu_s": (ours[0], lambda r: r.cpu_s),
+        "wire_bytes": (on_wire, lambda r: r.wire_bytes),
+        "rss": (ours[0], lambda r: r.peak_rss_bytes[1]),
+    }
+    for name, (mine, cost) in costs.items():
         known = [r for r in opponents if cost(r)]
-        if not known or not cost(ours):  # one process sends nothing
+        if not known or mine is None or not cost(mine):  # one process sends nothing
             columns[name] = (None, "")
             continue
         best = min(known, key=cost)
-        columns[name] = (cost(best) / cost(ours), best.label)
+        columns[name] = (cost(best) / cost(mine), best.label)
     return {name: {"ratio": ratio, "best": label} for name, (ratio, label) in columns.items()}
+
+
+def _speed_ratio(theirs: Result, mine: Result) -> float:
+    return statistics.median(_pairs(theirs.block_s, mine.block_s))
 
 
 def _pairs(theirs: list[float], ours: list[float]) -> list[float]:
@@ -70,11 +92,12 @@ def _pairs(theirs: list[float], ours: list[float]) -> list[float]:
 
 def ratio_lines(table: list[dict]) -> Table:
     """The ratios as text."""
-    names = ("tokens_per_s", "cpu_s", "wire_bytes", "rss")
     lines = []
     for row in table:
-        cells = ["-" if row[n]["ratio"] is None else f"{row[n]['ratio']:.2f}x" for n in names]
-        lines.append((row["title"], *cells, ", ".join(dict.fromkeys(row[n]["best"] for n in names if row[n]["best"]))))
+        cells = ["-" if row[n]["ratio"] is None else f"{row[n]['ratio']:.2f}x" for n in COLUMNS]
+        lines.append(
+            (row["title"], *cells, ", ".join(dict.fromkeys(row[n]["best"] for n in COLUMNS if row[n]["best"])))
+        )
     return lines
 
 
@@ -123,6 +146,8 @@ def report(rows: list[Row], found: Measured, *, work: Work, effort: Effort, wher
     parts = [about, table(HEADER, lines_of(rows, found))]
     parts += ["How many times better megalite is than the best opponent in each column:"]
     parts += [table(RATIO_HEADER, ratio_lines(ratios(rows, found)))]
+    if judged := verdicts(ratios(rows, found), found, work):
+        parts += ["Goals:", table(GOALS_HEADER, [verdict.line() for verdict in judged])]
     parts += [f"Note: {note}." for note in found.notes]
     if where["load_average"] > 0.5 * where["cores"]:
         parts.append("Note: the machine was busy before the start; take ratios and CPU seconds, not tokens/s.")
@@ -139,6 +164,7 @@ def numbers(rows: list[Row], found: Measured, *, work: Work, effort: Effort, whe
         "rows": [asdict(row) for row in rows],
         "results": [asdict(result) for result in found.results],
         "ratios": ratios(rows, found),
+        "goals": [asdict(verdict) for verdict in verdicts(ratios(rows, found), found, work)],
         "notes": found.notes,
         "failed": found.failed,
     }

@@ -8,6 +8,7 @@ do theirs at once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -82,9 +83,7 @@ class Chunk:
             if self._is_block(position):
                 self.hooks.before_weights(position)
                 with torch.no_grad():
-                    for action in queues[position]:
-                        action()
-                queues[position].clear()
+                    _drain(queues[position])
             if reduce != "no":
                 self.hooks.reduce(position, reduce == "last")
 
@@ -112,8 +111,12 @@ class Chunk:
 
     def _defer(self, position: int, queue: list | None) -> None:
         """Say where the link's parameters put their gradients: see kernels/wgrad, [Note: deferred gradients]."""
-        for param in self.links[position].parameters():
+        for param in self._params[position]:
             param.deferred = queue
+
+    @cached_property
+    def _params(self) -> list[list[nn.Parameter]]:
+        return [list(link.parameters()) for link in self.links]
 
     def _recomputes(self, position: int) -> bool:
         """Blocks only; the head's output is its loss, whose backward follows at once at the last stage."""
@@ -121,3 +124,10 @@ class Chunk:
 
     def _is_block(self, position: int) -> bool:
         return getattr(self.links[position], "recomputable", False)
+
+
+def _drain(queue: list[Callable[[], object]]) -> None:
+    """Make the calls in the order in which they came; each lets go of its tensors before the next one."""
+    queue.reverse()
+    while queue:
+        queue.pop()()

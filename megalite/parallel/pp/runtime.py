@@ -20,6 +20,9 @@ from megalite.parallel.pp.actions import Action, Op
 from megalite.parallel.pp.chunk import Chunk, Reduce
 from megalite.parallel.pp.lower import Lowered
 
+MAX_SENDS = 8
+"""Messages that a rank may keep until they are taken. Any number is safe, see the invariant of lower.py; far from the
+receiver a rank is held up only where it could run ahead of it by as many computations."""
 _NOTHING = nullcontext()
 
 
@@ -156,9 +159,17 @@ class PipelineRuntime:
         tensor = state.outputs.pop(Action(Op.F if forward else Op.B, action.stage, action.mb))
         to = self._rank_of(action.stage + (1 if forward else -1))
         tag = self._tag(action.stage, action.mb)
-        state.sends = [(a, m) for a, m in state.sends if m.handle is not None and not m.handle.is_completed()]
+        self._let_go(state)
         message = isend(tensor.contiguous(), self._channel(forward), to=to, tag=tag, site=action.op.value)
         state.sends.append((action, message))
+
+    def _let_go(self, state: Pass) -> None:
+        """Drop what has been sent. gloo does not tell of its sends whether they are done, so at most MAX_SENDS wait."""
+        state.sends = [(a, m) for a, m in state.sends if m.handle is not None and not m.handle.is_completed()]
+        while len(state.sends) >= MAX_SENDS:
+            action, oldest = state.sends.pop(0)
+            with self._span(action, "message"):
+                oldest.wait()
 
     def _receive(self, action: Action, state: Pass) -> None:
         forward = action.op is Op.RECV_F
