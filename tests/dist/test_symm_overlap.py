@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megalite.kernels.gemm_scatter import reference as scatter_reference
 from megalite.mesh import Sizes
 from megalite.parallel.tp.overlap.none import NO_OVERLAP
 from megalite.parallel.tp.overlap.symm import open_symm
@@ -59,6 +60,26 @@ def test_the_same_bits_in_every_run(what):
     fast, slow = run(3, job), run(3, replace(job, delays=True))
     for one, other in zip(fast, slow, strict=True):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(one["results"], other["results"], strict=True))
+
+
+def sums_of_exact_products(rank: int, world: int, sequence_parallel: bool) -> bool:
+    """Whether sums of random fp32 numbers, each a product with 1, are the bits of a sum in rank order."""
+    group = mesh_for(Sizes(tp=world)).tp
+    tp = TensorParallel(group, sequence_parallel)
+    overlap = open_symm(group, device=torch.device("cpu"), dtype=torch.float32, timeout_s=60)
+    xs = [torch.randn(3 * world, 1, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    weight = torch.ones(40, 1)
+    y = overlap.gemm_reduce(xs[rank], weight, None, tp=tp, site="test")
+    expected = scatter_reference.forward([(x, weight) for x in xs], None, transposed=False)
+    overlap.close()
+    return torch.equal(y, expected[rank] if sequence_parallel else torch.cat(expected))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_sums_are_in_rank_order(sequence_parallel):
+    """Whoever owns a row and whatever came first."""
+    assert run_ranks(4, sums_of_exact_products, sequence_parallel, timeout_s=60) == [True] * 4
 
 
 FAULTS = {
