@@ -85,6 +85,9 @@ class _Search:
                     self.index[key] = len(start)
                     start.append(self._initial(key))
         self.start = tuple(start)
+        self.cells = [[self.index[_keys(step)[0]] for step in program] for program in self.programs]
+        """Where in the state the thing lies that a step is enabled by."""
+        self.enders: dict[tuple, tuple[list[tuple[int, int]], bool]] = {}
         self._look_ahead()
         self.followers = [0] * len(self.programs)
         """Of each actor a bit mask of those that start only when it has ended, directly or not."""
@@ -121,9 +124,9 @@ class _Search:
         if at == len(program):
             return False
         step = program[at]
-        now = state[self.index[_keys(step)[0]]]
+        now = state[self.cells[actor][at]]
         if step.kind == "wait":
-            return self._reached(state, step)
+            return _signed(now - step.value) >= 0
         if step.kind == "plain_wait":
             return now >= step.value % MODULUS
         if step.kind == "equal":
@@ -133,15 +136,14 @@ class _Search:
     def take(self, state: tuple, actor: int) -> tuple[tuple, str]:
         """The next state, and what is wrong with the step."""
         step = self.programs[actor][state[actor]]
-        keys = _keys(step)
-        at = self.index[keys[0]]
+        at = self.cells[actor][state[actor]]
         after = list(state)
         after[actor] += 1
         wrong = ""
         if step.kind == "set":
             after[at] = step.value % MODULUS
         elif step.kind == "count":
-            counter = self.index[keys[1]]
+            counter = self.index[_keys(step)[1]]
             after[counter] += 1
             if after[counter] == step.total:
                 after[at] = step.value % MODULUS
@@ -188,8 +190,10 @@ class _Search:
     def _held_by(self, state: tuple, actor: int, at: int, group: set, held: set) -> list[tuple[int, int]] | None:
         """Steps of others without which `actor` does not come to its step `at`; None if it may be on its way."""
         best = None
-        for step in self.programs[actor][state[actor] : at]:
-            if step.kind != "wait" or self._reached(state, step):
+        program, cells = self.programs[actor], self.cells[actor]
+        for index in range(state[actor], at):
+            step = program[index]
+            if step.kind != "wait" or _signed(state[cells[index]] - step.value) >= 0:
                 continue
             for option in self._ways_to_hold(state, step):
                 if all(other in group or (other, at) in held for other, at in option):
@@ -199,19 +203,19 @@ class _Search:
 
     def _ways_to_hold(self, state: tuple, wait: Step) -> list[list[tuple[int, int]]]:
         """Lists of steps: the wait does not end before one of a list is taken."""
-        ends: list[tuple[int, int]] = []
-        counts: list[tuple[int, int]] = []
-        for other, at in self.uses["set"].get(("flag", wait.name), ()):
-            step = self.programs[other][at]
-            if state[other] <= at and _signed(step.value - wait.value) >= 0:
-                (counts if step.kind == "count" else ends).append((other, at))
-        values = {self.programs[other][at].value for other, at in counts}
-        if len(values) > 1 or (counts and ends):
-            return [counts + ends]
-        return [[one] for one in counts] or [ends]
+        known = self.enders.get((wait.name, wait.value))
+        if known is None:
+            known = self.enders[wait.name, wait.value] = self._all_enders(wait)
+        steps, counted = known
+        left = [(other, at) for other, at in steps if state[other] <= at]
+        return [[one] for one in left] if counted else [left]
 
-    def _reached(self, state: tuple, wait: Step) -> bool:
-        return _signed(state[self.index["flag", wait.name]] - wait.value) >= 0
+    def _all_enders(self, wait: Step) -> tuple[list[tuple[int, int]], bool]:
+        """The steps that could end a wait, and whether it needs all of them."""
+        found = self.uses["set"].get(("flag", wait.name), ())
+        steps = [one for one in found if _signed(self.programs[one[0]][one[1]].value - wait.value) >= 0]
+        kinds = {(self.programs[other][at].kind, self.programs[other][at].value) for other, at in steps}
+        return steps, len(kinds) == 1 and kinds.pop()[0] == "count"
 
     def _conflicts(self, state: tuple, actor: int) -> list[tuple[int, int]]:
         """Later steps of others that do not commute with the actor's enabled next one."""

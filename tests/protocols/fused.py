@@ -81,8 +81,12 @@ def send(system: System, case: Case, name: str, writes: list[Step], flag: Step) 
     return [Step("set", go, 1), flag]
 
 
-def gather_gemm(case: Case) -> System:
-    """AG+GEMM: a copy engine pushes the own shard to each peer; the GEMM takes the shards as they come."""
+def gather_gemm(case: Case, *, behind: bool = False) -> System:
+    """AG+GEMM: a copy engine pushes the own shard to each peer; the GEMM takes the shards as they come.
+
+    Args:
+        behind: a call's copies start behind the call before on the GEMM's stream, else only behind its copies.
+    """
     system = case.system()
     needs_slot = case.fault == "producer needs an SM"
     for rank in range(case.size):
@@ -98,6 +102,7 @@ def gather_gemm(case: Case) -> System:
                 copies += case.wait_done(rank, peer, call)
                 copies += send(system, case, f"copy {rank}->{peer} call {call}", writes, ready)
             before = [f"copies {rank} call {call - 1}"] if call else []
+            before += [f"done {rank} call {call - 1}"] if call and behind else []
             gpu = ("gpu", rank) if needs_slot else None
             system.add(f"copies {rank} call {call}", copies, after=before, gpu=gpu)
             _gather_blocks(system, case, rank, ring, call)
@@ -140,16 +145,47 @@ def gemm_reduce(case: Case, *, all_reduce: bool, own_stream: bool = True) -> Sys
                 before += [f"gemm {rank}.{block} call {call - 1}" for block in range(case.blocks)]
             if own_stream and call >= 2 and case.fault != "producer needs an SM":
                 before += [f"reduce {rank} call {call - 2}"]
-            blocks = [_tile_block(system, case, rank, block, call, before) for block in range(case.blocks)]
+            waits = [step for peer in range(case.size) for step in case.wait_done(rank, peer, call)]
+            blocks = [_tile_block(system, case, rank, block, call, before, waits) for block in range(case.blocks)]
             before = [f"reduce {rank} call {call - 1}"] if call else []
-            steps = _reduction(system, case, rank, call, all_reduce=all_reduce)
+            steps = _pull(case, rank, call)
+            if all_reduce:
+                steps += [*_hand_out(system, case, rank, call), *_collect(case, rank, call)]
+            steps = _with_done(case, rank, call, steps)
             system.add(f"reduce {rank} call {call}", steps, after=[*blocks, *before], gpu=("gpu", rank))
     return system
 
 
-def _tile_block(system: System, case: Case, rank: int, block: int, call: int, before: list[str]) -> str:
+def gemm_reduce_resident(case: Case, *, all_reduce: bool) -> System:
+    """The same in one launch: some of its blocks pull while the others multiply; begin, launch and finish on one
+    stream. Blocks start in any order; there must be a slot that no pulling block takes."""
+    system = case.system()
+    pulling = case.slots if case.fault == "producer needs an SM" else 1
+    for rank in range(case.size):
+        for call in range(case.calls):
+            waits = [step for peer in range(case.size) if peer != rank for step in case.wait_done(rank, peer, call)]
+            before = [f"finish {rank} call {call - 1}"] if call else []
+            begin = [system.add(f"begin {rank} call {call}", waits, after=before, gpu=("gpu", rank))]
+            launch = [_tile_block(system, case, rank, block, call, begin, []) for block in range(case.blocks)]
+            steps = _pull(case, rank, call)
+            if all_reduce:
+                steps += _hand_out(system, case, rank, call)
+            elif case.fault == "done early":
+                steps = _with_done(case, rank, call, steps)
+            names = [f"pull {rank}.{number} call {call}" for number in range(pulling)]
+            launch += [system.add(name, steps, after=begin, gpu=("gpu", rank)) for name in names]
+            last = _collect(case, rank, call) if all_reduce else []
+            if all_reduce or case.fault != "done early":
+                last = _with_done(case, rank, call, last)
+            system.add(f"finish {rank} call {call}", last, after=launch, gpu=("gpu", rank))
+    return system
+
+
+def _tile_block(
+    system: System, case: Case, rank: int, block: int, call: int, before: list[str], waits: list[Step]
+) -> str:
     """A block of the GEMM: its piece of every owner's rows, the own rows last."""
-    steps = [step for peer in range(case.size) for step in case.wait_done(rank, peer, call)]
+    steps = list(waits)
     for owner in ((rank + turn) % case.size for turn in range(1, case.size + 1)):
         write = Step("write", ("tiles", rank, case.buffer(call), owner, block), call + 1)
         ready = case.announce(("READY", owner, rank), call, blocks=case.blocks)
@@ -157,21 +193,35 @@ def _tile_block(system: System, case: Case, rank: int, block: int, call: int, be
     return system.add(f"gemm {rank}.{block} call {call}", steps, after=before, gpu=("gpu", rank))
 
 
-def _reduction(system: System, case: Case, rank: int, call: int, *, all_reduce: bool) -> list[Step]:
-    done = [case.announce(("DONE", peer, rank), call) for peer in range(case.size)]
+def _pull(case: Case, rank: int, call: int) -> list[Step]:
+    """Wait for each rank's tiles and read them."""
     steps: list[Step] = []
     for source in range(case.size):
         steps += case.wait(("READY", rank, source), call)
-        steps += [
-            Step("read", ("tiles", source, case.read_buffer(call), rank, piece), call + 1)
-            for piece in range(case.blocks)
-        ]
-    if all_reduce:
-        for peer in range(case.size):
-            write = Step("write", ("result", peer, case.buffer(call), rank), call + 1)
-            result = case.announce(("RESULT", peer, rank), call)
-            steps += send(system, case, f"result {rank}->{peer} call {call}", [write], result)
-        for owner in range(case.size):
-            steps += case.wait(("RESULT", rank, owner), call)
-            steps += [Step("read", ("result", rank, case.read_buffer(call), owner), call + 1)]
-    return [*steps[:-1], *done, steps[-1]] if case.fault == "done early" else [*steps, *done]
+        for piece in range(case.blocks):
+            steps.append(Step("read", ("tiles", source, case.read_buffer(call), rank, piece), call + 1))
+    return steps
+
+
+def _hand_out(system: System, case: Case, rank: int, call: int) -> list[Step]:
+    """Write the reduced rows into everyone's result."""
+    steps: list[Step] = []
+    for peer in range(case.size):
+        write = Step("write", ("result", peer, case.buffer(call), rank), call + 1)
+        result = case.announce(("RESULT", peer, rank), call)
+        steps += send(system, case, f"result {rank}->{peer} call {call}", [write], result)
+    return steps
+
+
+def _collect(case: Case, rank: int, call: int) -> list[Step]:
+    """Wait for each owner's rows and read them."""
+    steps: list[Step] = []
+    for owner in range(case.size):
+        steps += case.wait(("RESULT", rank, owner), call)
+        steps += [Step("read", ("result", rank, case.read_buffer(call), owner), call + 1)]
+    return steps
+
+
+def _with_done(case: Case, rank: int, call: int, steps: list[Step]) -> list[Step]:
+    done = [case.announce(("DONE", peer, rank), call) for peer in range(case.size)]
+    return [*steps[:-1], *done, *steps[-1:]] if case.fault == "done early" else [*steps, *done]

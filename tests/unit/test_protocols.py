@@ -62,13 +62,44 @@ def test_fused_faults_are_found(name, index, fault, size):
     assert bool(outcome.trace) == bool(outcome.violation)
 
 
-@pytest.mark.parametrize("all_reduce", [False, True])
-@pytest.mark.parametrize("fault", ["", "no done wait", "done early"])
-def test_on_one_stream_the_ready_flags_imply_done(fault, all_reduce):
-    """Where the next GEMM starts behind the reduction, a peer's tiles of call n + 1 say that it has read those of n."""
-    case = fused.Case(3, fault=fault, slots=3, first_epoch=WRAPS)
-    outcome = fused.gemm_reduce(case, all_reduce=all_reduce, own_stream=False).explore()
+ONE_STREAM = {
+    "gather_gemm": lambda case: fused.gather_gemm(case, behind=True),
+    "gemm_scatter": lambda case: fused.gemm_reduce(case, all_reduce=False, own_stream=False),
+    "gemm_all_reduce": lambda case: fused.gemm_reduce(case, all_reduce=True, own_stream=False),
+    "gemm_scatter in one launch": lambda case: fused.gemm_reduce_resident(case, all_reduce=False),
+    "gemm_all_reduce in one launch": lambda case: fused.gemm_reduce_resident(case, all_reduce=True),
+}
+"""With each call behind the call before, as megalite's own kernels run."""
+
+
+@pytest.mark.parametrize(
+    ("size", "fault"), [(2, ""), (2, "no done wait"), (2, "done early"), (3, ""), (3, "no done wait")]
+)
+@pytest.mark.parametrize("name", ONE_STREAM)
+def test_on_one_stream_the_ready_flags_imply_done(name, fault, size):
+    """A peer's flags of call n + 1 say that it has read what it got in call n: DONE is a second proof of the same."""
+    case = fused.Case(size, fault=fault, slots=size, first_epoch=WRAPS)
+    outcome = ONE_STREAM[name](case).explore()
     assert not outcome.violation, outcome
+
+
+ONE_LAUNCH_FOUND = {
+    "flags reset": (STUCK, STUCK),
+    "one buffer": (LATE, ""),
+    "relaxed release": (EARLY, EARLY),
+    "producer needs an SM": (STUCK, STUCK),
+    "wrong buffer": (EARLY, EARLY),
+    "unsigned compare": (EARLY, EARLY),
+}
+"""As FOUND, for GEMM+RS and GEMM+AR in one launch. Who has all results knows that all have read: one buffer will do."""
+
+
+@pytest.mark.parametrize("fault", ONE_LAUNCH_FOUND)
+@pytest.mark.parametrize("all_reduce", [False, True])
+def test_faults_of_one_launch_are_found(fault, all_reduce):
+    case = fused.Case(2, fault=fault, first_epoch=WRAPS)
+    outcome = fused.gemm_reduce_resident(case, all_reduce=all_reduce).explore()
+    assert outcome.violation.partition(":")[0] == ONE_LAUNCH_FOUND[fault][all_reduce], outcome
 
 
 MIXES = [("plain", "plain", "plain"), ("plain", "switched", "switched", "plain"), ("switched", "switched", "switched")]
