@@ -23,7 +23,8 @@ def gathers_and_reduces(rank: int, world: int, dtype: torch.dtype, in_place: boo
     works, checks = [], []
     for number in range(4):  # all on their way at once
         mine = [values(r, num_rows, dtype, number) for r in range(world)]
-        assert swap.can_swap(group, mine[rank]) and not swap.can_swap(group, mine[rank][1:])
+        assert swap.can_swap(group, mine[rank])
+        assert not swap.can_swap(group, mine[rank][1:])
         out = torch.full((world * num_rows, 512), torch.nan, dtype=dtype)
         shard = out[rank * num_rows : (rank + 1) * num_rows].copy_(mine[rank]) if in_place else mine[rank]
         works.append(all_gather(out, shard, group, async_op=True))
