@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 from bench import network
-from bench.job import Host
+from bench.job import END_LIMIT_S, Host
 
 DEVICE = "slow0"
 """The link's device in either network."""
@@ -111,10 +111,17 @@ def _relayed(ends: list[int], speed: Speed) -> Iterator[None]:
                 yield
             finally:
                 os.close(ours)
-                relay.wait()
+                _ended(relay)
     finally:
         for descriptor in (alive, *devices):
             os.close(descriptor)
+
+
+def _ended(relay: subprocess.Popen) -> None:
+    try:
+        relay.wait(END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        relay.kill()
 
 
 def _tun(end: int) -> int:
