@@ -2,7 +2,9 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -41,6 +43,21 @@ def noted_and_replayed(rank: int, world: int) -> tuple[list[str], list[int], lis
     Replay(functional.calls).run()
     sizes = [len(calls) for calls in exchanges(recorder.calls)]
     return [call.name for call in recorder.calls], sizes, [call.name for call in again.calls + functional.calls]
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (["a", "b"], [1, 1]),
+        (["recv_", "send", "recv_", "send", "a"], [2, 2, 1]),
+        (["recv_", "recv_", "send", "a", "send", "b"], [5, 1]),
+    ],
+)
+def test_receives_wait_for_their_sends(names, sizes):
+    calls = [SimpleNamespace(name=name) for name in names]
+    found = exchanges(calls)
+    assert [len(group) for group in found] == sizes
+    assert sum(found, []) == calls
 
 
 def test_a_step_is_noted_and_replayed():
