@@ -1,8 +1,11 @@
 """tools/bench/replay.py on two ranks: what a step calls is noted in order and can be called again alone."""
 
 import sys
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -41,6 +44,21 @@ def noted_and_replayed(rank: int, world: int) -> tuple[list[str], list[int], lis
     Replay(functional.calls).run()
     sizes = [len(calls) for calls in exchanges(recorder.calls)]
     return [call.name for call in recorder.calls], sizes, [call.name for call in again.calls + functional.calls]
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (["a", "b"], [1, 1]),
+        (["recv_", "send", "recv_", "send", "a"], [2, 2, 1]),
+        (["recv_", "recv_", "send", "a", "send", "b"], [5, 1]),
+    ],
+)
+def test_receives_wait_for_their_sends(names, sizes):
+    calls = [SimpleNamespace(name=name) for name in names]
+    found = exchanges(calls)
+    assert [len(group) for group in found] == sizes
+    assert list(chain.from_iterable(found)) == calls
 
 
 def test_a_step_is_noted_and_replayed():

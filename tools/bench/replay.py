@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
 class Replay:
     """Calls recorded collectives again, one after the other, each waited for; no computation in between.
 
-    Receives and the sends behind them are one exchange: begun together, waited for together.
+    Receives and the sends that belong to them are begun together and waited for together.
     Memory: one buffer for each place in the argument list and each shape.
     """
 
@@ -93,14 +93,13 @@ class Replay:
 
 
 def exchanges(calls: list[Call]) -> list[list[Call]]:
-    """The calls in groups: a collective by itself; receives together with the sends that follow."""
+    """The calls in groups that are waited for together: as few calls as hold as many sends as receives, since a receive
+    alone would wait for a send that the other rank has not begun either."""
     groups: list[list[Call]] = []
-    before = ""
+    missing_sends = 0
     for call in calls:
-        joins = (before, call.name) in (("recv_", "recv_"), ("recv_", "send"), ("send", "send"))
-        if joins:
-            groups[-1].append(call)
-        else:
-            groups.append([call])
-        before = call.name
+        if missing_sends == 0:
+            groups.append([])
+        groups[-1].append(call)
+        missing_sends += (call.name == "recv_") - (call.name == "send")
     return groups
