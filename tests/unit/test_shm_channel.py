@@ -1,5 +1,6 @@
 """The shared memory channel with threads for ranks: values, bits, sizes, wrapping counters, and how calls fail."""
 
+import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite import native
-from megalite.comm.segment import Process, this_process
+from megalite.comm.segment import Process, process_of, this_process
 from megalite.comm.shm import ELEMENTS, ShmChannel, Tuning, segment_bytes
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled extension")
@@ -17,6 +18,8 @@ SLOT = 1024
 SMALL = {"slot_bytes": SLOT, "one_shot_max": 2 * SLOT, "spins": 10, "yields": 2}
 COUNTS = [0, 1, 3, 64, 129, 255, 256, 257, 1000, 5003]
 DTYPES = list(ELEMENTS)
+GONE = Process(2**22 + 1, 5)
+"""A pid that Linux never gives."""
 RANKS = (4, 7, 9, 11)
 """Global ranks, so that messages can't be right by chance."""
 
@@ -24,11 +27,11 @@ RANKS = (4, 7, 9, 11)
 class Team:
     """Channels of some ranks on one segment, each driven by its own thread."""
 
-    def __init__(self, world: int, *, dead: int | None = None, **tuning):
+    def __init__(self, world: int, *, dead: Process | None = None, **tuning):
         self.tuning = Tuning(**(SMALL | {"timeout_s": 30.0} | tuning))
         self.segment = torch.zeros(segment_bytes(world, self.tuning) + 128, dtype=torch.uint8)
         start = -self.segment.data_ptr() % 128
-        processes = [Process(2**22 + 1, 5) if r == dead else this_process() for r in range(world)]
+        processes = [dead if dead and r == 1 else this_process() for r in range(world)]
         self.ranks = RANKS[:world]
         self.channels = [
             ShmChannel(self.segment[start:], r, ranks=self.ranks, processes=processes, tuning=self.tuning)
@@ -262,16 +265,33 @@ def test_a_rank_that_does_not_come_is_named():
     assert "rank 7 did not come" in text
 
 
-def test_a_dead_rank_is_named_long_before_the_time_limit():
-    team, began = Team(2, dead=1, timeout_s=500.0), time.monotonic()
+@pytest.fixture
+def zombie():
+    """A process that was killed and that nobody has waited for."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    process = process_of(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    yield process
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("kind", ["gone", "zombie", "pid used again"])
+def test_a_dead_rank_is_named_long_before_the_time_limit(kind, zombie):
+    me = this_process()
+    dead = {"gone": GONE, "zombie": zombie, "pid used again": Process(me.pid, me.start - 1)}[kind]
+    team, began = Team(2, dead=dead, timeout_s=500.0), time.monotonic()
     (text,) = messages([team.pool.submit(team.channels[0].barrier).exception(10)])
     assert time.monotonic() - began < 5
-    assert text == f"rank 7 died (pid {2**22 + 1}); rank 4 waited for it in barrier over ranks 4, 7"
+    assert text == f"rank 7 died (pid {dead.pid}); rank 4 waited for it in barrier over ranks 4, 7"
 
 
 def test_a_rank_that_ended_after_its_part_does_no_harm():
     """It posted all that the others need, so its death is not looked at although another rank lets us wait."""
-    team = Team(3, dead=1)
+    team = Team(3, dead=GONE)
     calls = [lambda c: c.barrier(), lambda c: c.barrier(), lambda c: (time.sleep(0.5), c.barrier())[1]]
     assert team.run(lambda c, r: calls[r](c)) == [None] * 3
 
