@@ -77,7 +77,8 @@ class Walk:
             ahead = links[position + 1].reads if position + 1 < len(links) else ()
             if self._has_room(self._bytes(self.live | set(ahead))):
                 self._gather(ahead)
-            self._free([name for name in link.reads if not self.held.get(name) and name not in ahead])
+            if ahead or backward:  # the last link of a forward stays until RESHARD
+                self._free([name for name in link.reads if not self.held.get(name) and name not in ahead])
             if reduces:
                 self._reduce(link)
 

@@ -45,8 +45,9 @@ def lower(schedule: Schedule, *, zero_stage: int, reshard_after: ReshardAfter, r
     Args:
         schedule:      compute actions per rank.
         zero_stage:    below 3 parameters are never gathered or freed.
-        reshard_after: stage 3: `forward` frees after every F and B, `microbatch` when no microbatch of the stage is
-                       between its F and its backward, `step` after the stage's last action.
+        reshard_after: stage 3: `forward` frees after every F and B (but between an F and a backward of its stage right
+                       behind it), `microbatch` when no microbatch of the stage is between its F and its backward,
+                       `step` after the stage's last action.
         reduce_each:   reduce after the backward of each microbatch, or once after the stage's last backward.
     """
     messages = _message_slots(schedule)
@@ -147,8 +148,16 @@ Intervals = list[tuple[int, int]]
 
 
 def _each_use(computes: tuple[Action, ...], forward_only: bool) -> Intervals:
-    """`forward`: around each F, B and I; a W reads activations and gradients only."""
-    return [(index, index + 1) for index, action in enumerate(computes) if action.op is not Op.W]
+    """`forward`: around each F, B and I; a W reads activations and gradients only. A backward right behind a forward of
+    its stage goes with it: it begins with the link that the forward ended with."""
+    intervals: Intervals = []
+    for index, action in enumerate(computes):
+        before = computes[index - 1] if index else None
+        if before is not None and before.op is Op.F and before.stage == action.stage and action.op in (Op.B, Op.I):
+            intervals[-1] = (index - 1, index + 1)
+        elif action.op is not Op.W:
+            intervals.append((index, index + 1))
+    return intervals
 
 
 def _while_in_flight(computes: tuple[Action, ...], forward_only: bool) -> Intervals:

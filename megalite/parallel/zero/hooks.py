@@ -27,8 +27,9 @@ class StageHooks:
         self.manager.before(self.links[position], self._at(position + 1), grads=False)
 
     def after_forward(self, position: int) -> None:
-        """Free the link if nothing holds it."""
-        self.manager.after(self.links[position], keep=self._at(position + 1))
+        """Free the link if nothing holds it; the last one stays for a backward that may follow, until RESHARD."""
+        if position + 1 < len(self.links):
+            self.manager.after(self.links[position], keep=self._at(position + 1))
 
     def before_backward(self, position: int, weights: bool) -> None:
         """Parameters of the link are ready after this, and with `weights` its gradient buffers."""
