@@ -6,12 +6,12 @@ ranks equal the planner's traffic. The ledger takes plain values and knows nothi
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megalite.observe.spans import Spans
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What is counted together: one op at one call site on one mesh axis."""
 
     axis: str
