@@ -26,8 +26,10 @@ class Link(nn.Module):
     unit_names:   the ZeRO units whose parameters it reads.
     recomputable: the runtime may keep only its input and run it again before its backward.
     recomputes:   and shall do so.
+    backward_reads: its backward needs the values of its parameters.
     """
 
+    backward_reads = True
     recomputable = False
     recomputes = False
 
@@ -42,6 +44,8 @@ class Link(nn.Module):
 
 class EmbeddingLink(Link):
     """Word embedding, learned positions if the model has them, dropout."""
+
+    backward_reads = False  # rows are added to a gradient, nothing is looked up
 
     def __init__(self, context: ModelContext):
         tied, learned = context.model.tie_embeddings, context.model.position == "learned"

@@ -71,10 +71,10 @@ class Walk:
         self, links: list[LinkUnits], *, backward: bool = False, split: bool = False, reduces: bool = False
     ) -> None:
         for position, link in enumerate(links):
-            self._gather(link.reads)
+            self._gather(link.needs(backward=backward))
             if backward and not (split and _is_block(link)):
                 self.open_grads.update(link.reads)
-            ahead = links[position + 1].reads if position + 1 < len(links) else ()
+            ahead = links[position + 1].needs(backward=backward) if position + 1 < len(links) else ()
             if self._has_room(self._bytes(self.live | set(ahead))):
                 self._gather(ahead)
             if ahead or backward:  # the last link of a forward stays until RESHARD
@@ -98,7 +98,7 @@ class Walk:
     def _prefetch_stage(self, stage: int, links: list[LinkUnits], *, backward: bool) -> None:
         links = links[::-1] if backward else links
         if self.streams:
-            ahead = links[0].reads if links else ()
+            ahead = links[0].needs(backward=backward) if links else ()
             if self._has_room(self._bytes(self.live | set(ahead)) + self.largest):
                 self._gather(ahead)
             return

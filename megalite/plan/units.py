@@ -77,7 +77,8 @@ class RankPlan:
         for stage in self.stages:
             found[stage] = []
             for names in reads[stage]:
-                found[stage].append(LinkUnits(names, tuple(name for name in names if name not in seen)))
+                reduces = tuple(name for name in names if name not in seen)
+                found[stage].append(LinkUnits(names, reduces, backward_reads=names != self._ends[0].unit_names))
                 seen.update(names)
         return found
 

@@ -150,7 +150,11 @@ def _stage_hooks(config: Config, zero: ZeroManager, stage: Stage, stages: list[S
             for name in link.unit_names:
                 first_reader.setdefault(name, link)
     links = [
-        LinkUnits(tuple(link.unit_names), tuple(n for n in link.unit_names if first_reader[n] is link))
+        LinkUnits(
+            tuple(link.unit_names),
+            tuple(n for n in link.unit_names if first_reader[n] is link),
+            backward_reads=link.backward_reads,
+        )
         for link in stage.links
     ]
     streams = config.zero.stage == 3 and config.zero.reshard_after == "forward"

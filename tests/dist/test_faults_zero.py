@@ -64,7 +64,7 @@ def train(rank: int, world: int, sizes: tuple[int, ...], stage: int, root: Path)
                 getattr(module, f"p{numel}").main_grad.add_(gradient(numel, step=step, rank=rank, mb=mb))
             if stage >= 2 or mb == 1:
                 zero.reduce(link)
-            zero.after(link, keep=None)
+            zero.after(link, None)
         zero.finish_grads()
         total = local_square_sum(zero)
         if world > 1:

@@ -175,7 +175,7 @@ def summed(rank: int, world: int, layout: str, reduce: torch.dtype, plan: list[d
             zero.before(LINKS[unit], None, grads=True)
             for numel in SIZES[unit]:
                 getattr(module, f"{unit}_{numel}").main_grad.add_((rank + 1) * value)
-            zero.after(LINKS[unit], keep=None)
+            zero.after(LINKS[unit], None)
         for unit in SIZES:  # a schedule reduces the stage, whatever the microbatch has touched
             if zero.policy.reduce_each_microbatch or (unit in adds and mb == last[unit]):
                 zero.reduce(LINKS[unit])

@@ -24,22 +24,22 @@ class StageHooks:
 
     def before_forward(self, position: int) -> None:
         """Parameters of the link are ready after this; the next link's are on their way."""
-        self.manager.before(self.links[position], self._at(position + 1), grads=False)
+        self.manager.before(self.links[position], self._at(position + 1))
 
     def after_forward(self, position: int) -> None:
         """Free the link if nothing holds it; the last one stays for a backward that may follow, until RESHARD."""
         if position + 1 < len(self.links):
-            self.manager.after(self.links[position], keep=self._at(position + 1))
+            self.manager.after(self.links[position], self._at(position + 1))
 
     def before_backward(self, position: int, weights: bool) -> None:
-        """Parameters of the link are ready after this, and with `weights` its gradient buffers."""
-        self.manager.before(self.links[position], self._at(position - 1), grads=weights)
+        """What the link's backward needs is ready after this, and with `weights` its gradient buffers."""
+        self.manager.before(self.links[position], self._at(position - 1), grads=weights, backward=True)
 
     def after_backward(self, position: int, weights: bool) -> None:
         """Take in what autograd left in `.grad`, free what nothing holds."""
         if weights:
             self.manager.collect(self.links[position])
-        self.manager.after(self.links[position], keep=self._at(position - 1))
+        self.manager.after(self.links[position], self._at(position - 1), backward=True)
 
     def before_weights(self, position: int) -> None:
         """Gradient buffers of the link are ready after this; its parameters are not needed."""
@@ -57,7 +57,7 @@ class StageHooks:
         links = list(reversed(self.links)) if backward else self.links
         if self.streams:
             for link in links[:1]:  # a stage may be empty
-                self.manager.prefetch(link.reads, reserve=self.manager.largest_link_bytes)
+                self.manager.prefetch(link.needs(backward=backward), reserve=self.manager.largest_link_bytes)
         else:
             self.manager.hold(self.stage, [name for link in links for name in link.reads])
 

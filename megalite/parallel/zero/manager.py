@@ -56,6 +56,12 @@ class LinkUnits:
 
     reads: tuple[str, ...]
     reduces: tuple[str, ...]
+    backward_reads: bool = True
+    """Whether the backward reads them too."""
+
+    def needs(self, *, backward: bool) -> tuple[str, ...]:
+        """The units whose full parameters a pass needs."""
+        return self.reads if self.backward_reads or not backward else ()
 
 
 class ZeroManager:
@@ -140,20 +146,25 @@ class ZeroManager:
             if not self.held[name]:
                 self.units[name].reshard()
 
-    def before(self, link: LinkUnits, following: LinkUnits | None, *, grads: bool) -> None:
-        """Have the link's parameters ready (and its gradient buffers with `grads`); prefetch the next link's."""
-        self._start(link.reads)
-        for name in link.reads:
+    def before(
+        self, link: LinkUnits, following: LinkUnits | None, *, grads: bool = False, backward: bool = False
+    ) -> None:
+        """Have ready what the pass needs of the link's parameters (and its gradient buffers with `grads`); prefetch the
+        next link's."""
+        needed = link.needs(backward=backward)
+        self._start(needed)
+        for name in needed:
             self.units[name].finish_gather()
         if grads:
             self.ready_grads(link)
         if following:
-            self.prefetch(following.reads)
+            self.prefetch(following.needs(backward=backward))
 
-    def after(self, link: LinkUnits, *, keep: LinkUnits | None) -> None:
-        """Free what no stage holds and the next link does not read."""
+    def after(self, link: LinkUnits, following: LinkUnits | None, *, backward: bool = False) -> None:
+        """Free what no stage holds and the next link does not need."""
+        kept = following.needs(backward=backward) if following else ()
         for name in link.reads:
-            if not self.held[name] and not (keep and name in keep.reads):
+            if not self.held[name] and name not in kept:
                 self.units[name].reshard()
 
     def ready_grads(self, link: LinkUnits) -> None:
