@@ -1,9 +1,12 @@
-"""Shared by all tests: one thread per process, and GPU tests skipped where there is no GPU."""
+"""Shared by all tests: one thread per process, Triton in its interpreter, GPU tests skipped where there is no GPU."""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["TRITON_INTERPRET"] = "1"  # needs no GPU; triton reads it when a kernel is decorated
 
 
 def pytest_collection_modifyitems(items):
