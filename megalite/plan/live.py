@@ -77,10 +77,16 @@ class Walk:
             ahead = links[position + 1].needs(backward=backward) if position + 1 < len(links) else ()
             if self._has_room(self._bytes(self.live | set(ahead))):
                 self._gather(ahead)
-            if ahead or backward:  # the last link of a forward stays until RESHARD
+            if backward or not self._stays(links, position):
                 self._free([name for name in link.reads if not self.held.get(name) and name not in ahead])
             if reduces:
                 self._reduce(link)
+
+    def _stays(self, links: list[LinkUnits], position: int) -> bool:
+        """The last link of a forward is left to RESHARD, the one before too if its backward needs it and both fit."""
+        if position == len(links) - 2:
+            return links[position].backward_reads and self.live.issuperset(links[-1].reads)
+        return position == len(links) - 1
 
     def _weights(self, links: list[LinkUnits], *, reduces: bool) -> None:
         for link in links[::-1]:

@@ -74,20 +74,21 @@ def test_a_bound_that_cannot_be_kept_is_refused_by_every_rank():
     assert "zero.max_live_bytes=1000 is less than the " in error.value.ranks[0]
 
 
-def walk_two_links(rank: int, world: int) -> list[tuple[str, str]]:
-    """States of `first` and `second` inside and behind each link, forward and backward, when streaming."""
-    zero, _ = make_units("stage 3", torch.float32)
-    hooks = StageHooks(zero, 0, list(LINKS.values()), streams=True)
+def walk_three_links(rank: int, world: int) -> list[tuple[str, str, str]]:
+    """States of the three units inside and behind each link, forward and backward, when streaming."""
+    names = ("first", "second", "third")
+    zero, _ = make_units("stage 3", torch.float32, dict.fromkeys(names, (3, 40)))
+    hooks = StageHooks(zero, 0, [LinkUnits((name,), (name,)) for name in names], streams=True)
     states = []
 
     def note() -> None:
-        states.append(tuple(zero.units[name].state.value for name in SIZES))
+        states.append(tuple(zero.units[name].state.value for name in names))
 
-    for position in (0, 1):
+    for position in (0, 1, 2):
         hooks.before_forward(position)
         note()
         hooks.after_forward(position)
-    for position in (1, 0):
+    for position in (2, 1, 0):
         hooks.before_backward(position, True)
         note()
         hooks.after_backward(position, True)
@@ -96,13 +97,15 @@ def walk_two_links(rank: int, world: int) -> list[tuple[str, str]]:
 
 
 def test_the_next_link_is_on_its_way_while_a_link_runs():
-    for states in run_ranks(4, walk_two_links):
+    for states in run_ranks(4, walk_three_links):
         assert states == [
-            ("gathered", "gathering"),
-            ("sharded", "gathered"),
-            ("gathering", "gathered"),
-            ("gathered", "sharded"),
-            ("sharded", "sharded"),
+            ("gathered", "gathering", "sharded"),
+            ("sharded", "gathered", "gathering"),
+            ("sharded", "gathered", "gathered"),  # both stay where the chain turns
+            ("sharded", "gathered", "gathered"),
+            ("gathering", "gathered", "sharded"),
+            ("gathered", "sharded", "sharded"),
+            ("sharded", "sharded", "sharded"),
         ]
 
 
@@ -150,10 +153,12 @@ LAYOUTS = {
 }
 
 
-def make_units(layout: str, reduce: torch.dtype) -> tuple[ZeroManager, nn.Module]:
+def make_units(
+    layout: str, reduce: torch.dtype, numels_of: dict[str, tuple[int, ...]] | None = None
+) -> tuple[ZeroManager, nn.Module]:
     stage, each_microbatch, sizes = LAYOUTS[layout]
     module, units = nn.Module(), {}
-    for unit, numels in SIZES.items():
+    for unit, numels in (numels_of or SIZES).items():
         units[unit] = []
         for numel in numels:
             name = f"{unit}_{numel}"
@@ -238,7 +243,8 @@ def frozen_steps(rank: int, world: int, settings: dict[str, Any], root: Path) ->
 
 
 @pytest.mark.parametrize(
-    "overrides", ["mesh.dp=2 zero.stage=3 recompute=full", "mesh.tp=2 mesh.pp=2", "mesh.tp=2 zero.stage=1 optimizer.name=adamw"]
+    "overrides",
+    ["mesh.dp=2 zero.stage=3 recompute=full", "mesh.tp=2 mesh.pp=2", "mesh.tp=2 zero.stage=1 optimizer.name=adamw"],
 )
 def test_frozen_parameters_stand_still(tmp_path, overrides):
     """Whole tensors and a part of a fused one; neither decay nor moments from before they were frozen move them."""

@@ -38,8 +38,9 @@ def test_streaming_holds_two_links_and_holding_all():
 
 def test_gathers_of_each_policy():
     """Streaming gathers each unit for F and B of each of 4 microbatches, but not the embedding for B, and it keeps the
-    head from an F to the B right behind it; holding gathers once per microbatch in flight, or once."""
-    for policy, gathers in {"forward": 4 * (2 * 6 - 2), "microbatch": 4 * 6, "step": 6}.items():
+    head and the last block from an F to the B right behind it; holding gathers once per microbatch in flight, or once.
+    """
+    for policy, gathers in {"forward": 4 * (2 * 6 - 3), "microbatch": 4 * 6, "step": 6}.items():
         config = config_of(f"{ZERO3} zero.reshard_after={policy}")
         assert sum(Walk(plan := plan_rank(config), None).run(plan.training).gathers.values()) == gathers
 
@@ -55,7 +56,8 @@ POLICIES = [
 
 @pytest.mark.parametrize("overrides", POLICIES)
 def test_any_bound_that_is_accepted_is_kept(overrides):
-    """From the least one up, on every rank, with the same number of gathers; a wide one changes nothing."""
+    """From the least one up, on every rank; a wider one gathers no more (it has room for links that stay where the
+    chain turns), and a wide one changes nothing."""
     free = config_of(overrides)
     least, _ = least_live_bytes(free)
     before = None
@@ -65,7 +67,7 @@ def test_any_bound_that_is_accepted_is_kept(overrides):
         ranks = range(0, config.world_size, config.dp)
         assert max(peak_live_bytes(config, rank=rank) for rank in ranks) <= bound
         gathers = sum(traffic(config, rank=rank)[entry].calls for rank in ranks for entry in _gathers(config, rank))
-        assert before is None or gathers == before, "putting a prefetch off costs no traffic"
+        assert before is None or gathers <= before, "putting a prefetch off costs no traffic"
         before = gathers
     assert peak_live_bytes(config_of(f"{overrides} zero.max_live_bytes={10**9}")) == peak_live_bytes(free)
 

@@ -2,6 +2,11 @@
 
 `reshard_after: forward` streams: one link is gathered while its neighbour runs, and freed behind it. The other
 policies hold the whole stage between GATHER and RESHARD of the schedule.
+
+[Note: where the chain turns] A backward may follow at once, which starts with the links that the forward ended with. So
+a streamed forward leaves the last link to RESHARD, which the schedule has only where no backward follows. The link in
+front of it stays too if the last one was prefetched: then both have had room, and the backward would gather it again
+under the last link's backward, which may be short (a head that makes its gradients in its forward).
 """
 
 from dataclasses import dataclass
@@ -27,9 +32,15 @@ class StageHooks:
         self.manager.before(self.links[position], self._at(position + 1))
 
     def after_forward(self, position: int) -> None:
-        """Free the link if nothing holds it; the last one stays for a backward that may follow, until RESHARD."""
-        if position + 1 < len(self.links):
+        """Free the link if nothing holds it; see [Note: where the chain turns]."""
+        if not self._stays(position):
             self.manager.after(self.links[position], self._at(position + 1))
+
+    def _stays(self, position: int) -> bool:
+        """Whether a link is left to RESHARD after its forward."""
+        last = len(self.links) - 1
+        before_last = position == last - 1 and self.links[position].backward_reads
+        return position == last or (before_last and self.manager.is_live(self.links[last].reads))
 
     def before_backward(self, position: int, weights: bool) -> None:
         """What the link's backward needs is ready after this, and with `weights` its gradient buffers."""

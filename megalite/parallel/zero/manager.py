@@ -116,6 +116,10 @@ class ZeroManager:
         """Full parameters that exist now, gathered or being gathered."""
         return sum(u.full_bytes for u in self.units.values() if u.state is not State.SHARDED or not u.reshards)
 
+    def is_live(self, names: Iterable[str]) -> bool:
+        """Whether the units are gathered or on their way."""
+        return all(self.units[name].state is not State.SHARDED for name in names)
+
     def hold(self, stage: int, names: Iterable[str]) -> None:
         """Keep the stage's units gathered until `release`, and begin to gather them, in this order.
 
