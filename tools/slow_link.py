@@ -3,7 +3,9 @@
 Two ranks in two network namespaces, joined by a link of a given rate (and delay), gloo between them. For each layout:
 computation alone, communication alone, the step; from them the hidden part. Needs root, ip and tc; run it on an idle
 machine: sudo python tools/slow_link.py [--only tp] [--rate 200mbit --rate 1gbit] [--delay-ms 1] [--out FILE].
-Goals that are missed are printed, and the exit code is 0 all the same. `--tiny` tests this file, not the speed.
+A wider model (--hidden 1024 --layers 2) has more computation per byte: what tp sends grows with the width, what it
+computes with its square. Goals that are missed are printed, and the exit code is 0 all the same. `--tiny` tests this
+file, not the speed.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -37,6 +40,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, help="only these layouts; default tp zero3")
     parser.add_argument("--rate", action="append", help="of the link, as tc writes it; default 200mbit and 1gbit")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="each way; a relay in user space costs some CPU")
+    parser.add_argument("--hidden", type=int, default=Work.hidden_size, help="width of the model; ffn is 3 times that")
+    parser.add_argument("--layers", type=int, default=Work.num_layers)
     parser.add_argument("--quick", action="store_true", help="2 turns instead of 5")
     parser.add_argument("--tiny", action="store_true", help="a toy model, for tests of this tool")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
@@ -51,11 +56,22 @@ def wrong(options: argparse.Namespace, speeds: list[Speed]) -> str | None:
             _ = speed.bytes_per_s
     except ValueError as error:
         return str(error)
+    if options.hidden < 64 or options.hidden % 64:
+        return f"--hidden {options.hidden} is no multiple of 64, the size of two heads; use e.g. 256 or 1024"
+    if options.layers < 1:
+        return f"--layers {options.layers} must be at least 1"
     if options.delay_ms < 0:
         return f"--delay-ms {options.delay_ms:g} is negative; give milliseconds, or 0 for a plain veth pair"
     if not network.available():
         return "slow_link makes network namespaces, which needs root on Linux; run it with sudo"
     return None
+
+
+def wanted_work(options: argparse.Namespace) -> Work:
+    """The usual model, or a wider or flatter one, with heads of the same size."""
+    width, usual = options.hidden, Work()
+    heads = usual.num_heads * width // usual.hidden_size
+    return replace(usual, num_layers=options.layers, hidden_size=width, ffn_size=3 * width, num_heads=heads)
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +82,7 @@ def main(arguments: list[str]) -> int:
         print(problem, file=sys.stderr)
         return 2
     rows = link_rows.selected(options.only)
-    work, effort = TINY if options.tiny else Work(), QUICK if options.quick or options.tiny else FULL
+    work, effort = TINY if options.tiny else wanted_work(options), QUICK if options.quick or options.tiny else FULL
     where, start, found = machine(), time.monotonic(), LinkFound()
 
     def say(text: str) -> None:

@@ -103,6 +103,8 @@ def test_report_and_numbers():
         (["--rate", "fast"], "--rate fast is not a rate; write a number and kbit, mbit or gbit"),
         (["--rate", "0mbit"], "--rate 0mbit is not a rate"),
         (["--delay-ms", "-1"], "--delay-ms -1 is negative"),
+        (["--hidden", "100"], "--hidden 100 is no multiple of 64"),
+        (["--layers", "0"], "--layers 0 must be at least 1"),
     ],
 )
 def test_wrong_inputs(arguments, message, capsys):
