@@ -3,6 +3,13 @@
 import pytest
 
 from tests.dist.pool import SERVER
+from tests.kernels import symm_host
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The symmetric collectives' CUDA sources as a library of this host."""
+    return symm_host.library()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

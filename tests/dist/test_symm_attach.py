@@ -11,7 +11,7 @@ from megalite.comm.attach import WITH_COLLECTIVES, attach_channels
 from megalite.comm.attach_symm import attach_symm
 from megalite.comm.collectives import all_gather, all_reduce
 from megalite.comm.symm_channel import SymmChannel
-from megalite.comm.symmetric import open_heap, shm_missing
+from megalite.comm.symmetric import open_heap
 from megalite.config.schema import Comm
 from megalite.mesh import Group, Mesh, Sizes
 from tests.dist.pool import mesh_for, run_ranks
@@ -20,17 +20,7 @@ from tests.kernels.symm_host import HostKernels
 
 CPU = torch.device("cpu")
 SYMM = Comm(cuda_backend="symm")
-pytestmark = [
-    pytest.mark.skipif(symm_host.COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(shm_missing(CPU) is not None, reason=f"no heap: {shm_missing(CPU)}"),
-    pytest.mark.timeout(120),
-]
-
-
-@pytest.fixture(scope="module")
-def library():
-    """The kernels as a library."""
-    return symm_host.library()
+pytestmark = symm_host.ON_A_HEAP
 
 
 def open_on_host(library, group: Group, device: torch.device, timeout_s: float) -> SymmChannel:

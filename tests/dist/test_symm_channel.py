@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.comm.symm_channel import SymmChannel, one_shot_limit, symm_channel_missing
-from megalite.comm.symmetric import open_heap, shm_missing, virtual_heaps
+from megalite.comm.symmetric import open_heap, virtual_heaps
 from megalite.mesh import Sizes
 from tests.dist.pool import mesh_for, run_ranks
 from tests.kernels import symm_host
@@ -20,17 +20,7 @@ from tests.kernels.symm_host import FORMATS, HostKernels, expected, make_inputs
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 4096
-pytestmark = [
-    pytest.mark.skipif(symm_host.COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(shm_missing(CPU) is not None, reason=f"no heap: {shm_missing(CPU)}"),
-    pytest.mark.timeout(120),
-]
-
-
-@pytest.fixture(scope="module")
-def library():
-    """The kernels as a library."""
-    return symm_host.library()
+pytestmark = symm_host.ON_A_HEAP
 
 
 def open_channel(library, world: int, *, timeout_s: float = 30.0, jitter_us: int = 200) -> SymmChannel:

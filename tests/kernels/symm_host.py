@@ -8,14 +8,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from megalite.comm.symmetric import shm_missing
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 HOST = ROOT / "tests" / "cuda_host"
 SOURCES = ("symm_all_reduce.cu", "symm_barrier.cu", "symm_gather.cu", "symm_multimem.cu", "symm_scatter.cu")
 COMPILER = shutil.which("g++")
+_NO_HEAP = shm_missing(torch.device("cpu"))
+ON_A_HEAP = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(_NO_HEAP is not None, reason=f"no heap: {_NO_HEAP}"),
+    pytest.mark.timeout(120),
+]
+"""Marks of tests whose CPU ranks run these sources over a heap in shared memory."""
 CHANNELS, THREADS = 2, 32
 FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-pthread", "-fno-sanitize-recover=all", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-unknown-pragmas", "-DMEGALITE_HOST_EMULATOR", f"-DMEGALITE_SYMM_THREADS={THREADS}"]

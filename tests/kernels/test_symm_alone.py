@@ -32,16 +32,12 @@ def run(op: str) -> tuple:
         buffer, peers = make_peers((2 * ROWS, K))
         signals.begin(peers, 0)
         return gather.forward(x, buffer.local[0], weight, None, peers=peers), peers.errors
-    staging = torch.zeros(1, ROWS // 2, N)
-    if op == "scatter":
-        buffer, peers = make_peers((ROWS, N))
-        signals.begin(peers, 0)
-        more = {"partial": buffer.local[0], "staging": staging, "pointers": buffer.pointers[0], "peers": peers}
-        return scatter.forward(x, weight, None, **more), peers.errors
-    buffer, peers = make_peers((2, ROWS, N))
+    shape, kernels = ((ROWS, N), scatter) if op == "scatter" else ((2, ROWS, N), all_reduce)
+    buffer, peers = make_peers(shape)
     signals.begin(peers, 0)
-    more = {"buffer": buffer.local[0], "staging": staging, "pointers": buffer.pointers[0], "peers": peers}
-    return all_reduce.forward(x, weight, None, **more), peers.errors
+    staging, pointers = torch.zeros(1, ROWS // 2, N), buffer.pointers[0]
+    y = kernels.forward(x, weight, None, buffer=buffer.local[0], staging=staging, pointers=pointers, peers=peers)
+    return y, peers.errors
 
 
 @pytest.mark.timeout(60)

@@ -88,7 +88,7 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    partial: Tensor,
+    buffer: Tensor,
     staging: Tensor,
     pointers: Tensor,
     peers: Peers,
@@ -99,14 +99,14 @@ def forward(
     Args:
         x:        (M, K/W) contiguous, with M divisible by the number of ranks.
         weight:   (N, K/W), or (K/W, N) if transposed; contiguous.
-        partial:  (M, N) contiguous, this rank's symmetric buffer of this call.
+        buffer:   (M, N) contiguous, this rank's symmetric buffer of this call.
         staging:  (W - 1, M/W, N) contiguous, of this rank alone.
-        pointers: (W,) int64, the addresses of all ranks' `partial`.
+        pointers: (W,) int64, the addresses of all ranks' `buffer`.
 
     Communication: reads (W-1) * M/W * N elements of peers.
     Numerics: sums in rank order in fp32 (fp64 for fp64) of products rounded to x's dtype.
     """
-    (num_rows, K), N = x.shape, partial.shape[1]
+    (num_rows, K), N = x.shape, buffer.shape[1]
     rows = num_rows // peers.size
     y = x.new_empty(rows, N)
     tile, pulling = tile_for(REDUCE, x.dtype, x.device), PULLING[x.device.type]
@@ -116,7 +116,7 @@ def forward(
         x,
         weight,
         bias,
-        partial,
+        buffer,
         staging,
         y,
         pointers,

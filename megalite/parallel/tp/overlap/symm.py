@@ -18,7 +18,7 @@ from megalite.kernels.signals import Failures
 from megalite.mesh import Group
 from megalite.parallel.tp.overlap.base import T
 from megalite.parallel.tp.overlap.symm_call import Channel, Push, Setting
-from megalite.parallel.tp.rows import TensorParallel
+from megalite.parallel.tp.rows import TensorParallel, check_divisible
 
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETER_DTYPES = (torch.float64, torch.float32, torch.float16)
@@ -126,54 +126,26 @@ class SymmOverlap:
     def _reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, tp: TensorParallel, site: str, transposed: bool
     ) -> Tensor:
+        """Own rows of the sum over ranks with sequence parallel, which travels once; else all rows, which take two."""
+        check_divisible(x.shape[0], tp)
         x, weight = x.contiguous(), weight.contiguous()
         rows, width = x.shape[0], weight.shape[1 if transposed else 0]
-        step = self._scatter if tp.sequence_parallel else self._all_reduce
         segment = -(-rows // tp.size)
-        full_bytes = rows * width * x.itemsize
-        if not tp.sequence_parallel:
-            sent = 2 * (tp.size - 1) * full_bytes // tp.size
-            tp.group.ledger.record(tp.group.axis, "all_reduce", site, sent)
-        elif rows % tp.size:
-            raise ValueError(
-                f"micro_batch_size * seq_len = {rows} rows are not divisible by mesh.tp={tp.size}; "
-                "use a multiple, or mesh.sequence_parallel=false"
-            )
+        if tp.sequence_parallel:
+            op, kernels, trips, shape = "reduce_scatter", "gemm_scatter", 1, (rows, width)
         else:
-            tp.group.ledger.record(tp.group.axis, "reduce_scatter", site, (tp.size - 1) * full_bytes // tp.size)
-        return step(x, weight, bias, segment=segment, width=width, transposed=transposed)
-
-    def _scatter(self, x, weight, bias, *, segment: int, width: int, transposed: bool) -> Tensor:
-        size = self.heap.size
-        channel = self._channel("scatter", (len(x), width), x.dtype, staging=(size - 1, segment, width))
+            op, kernels, trips, shape = "all_reduce", "gemm_all_reduce", 2, (2, tp.size * segment, width)
+        sent = trips * (tp.size - 1) * rows * width * x.itemsize // tp.size
+        tp.group.ledger.record(tp.group.axis, op, site, sent)
+        channel = self._channel(op, shape, x.dtype, staging=(tp.size - 1, segment, width))
         index = channel.begin()
-        buffer = channel.buffer
-        y = _kernels("gemm_scatter").forward(
+        y = _kernels(kernels).forward(
             x,
             weight,
             bias,
-            partial=buffer.local[index],
+            buffer=channel.buffer.local[index],
             staging=channel.staging,
-            pointers=buffer.pointers[index],
-            peers=channel.peers,
-            transposed=transposed,
-        )
-        channel.finish()
-        return y
-
-    def _all_reduce(self, x, weight, bias, *, segment: int, width: int, transposed: bool) -> Tensor:
-        size = self.heap.size
-        shape, staging = (2, size * segment, width), (size - 1, segment, width)
-        channel = self._channel("all_reduce", shape, x.dtype, staging=staging)
-        index = channel.begin()
-        buffer = channel.buffer
-        y = _kernels("gemm_all_reduce").forward(
-            x,
-            weight,
-            bias,
-            buffer=buffer.local[index],
-            staging=channel.staging,
-            pointers=buffer.pointers[index],
+            pointers=channel.buffer.pointers[index],
             peers=channel.peers,
             transposed=transposed,
         )
