@@ -1,6 +1,7 @@
 """The section `overlap`: how the collectives of tp linears run under their GEMMs, in general and per site.
 
 A site is one linear's pass, `attention.qkv.forward`; both dots and nesting may name it, so that overrides can.
+With batch parts nothing is decided per site: every linear's collective runs under the computation of the other parts.
 """
 
 from collections.abc import Iterator
@@ -43,11 +44,16 @@ class Overlap(Section):
     """Tensor parallel communication under computation."""
 
     backend: Backend = "auto"
-    """none: whole collectives before or after whole GEMMs. chunked: in pieces, each under the GEMM of another piece.
-    symm: one kernel over memory that all ranks of tp can address. auto: none or chunked, by what a table of measured
+    """none: whole collectives before or after whole GEMMs. chunked: in parts, each under the computation of another:
+    parts of the microbatch (batch_parts), or of a linear's rows (chunks). symm: one kernel over memory that all ranks of tp can address. auto: none or chunked, by what a table of measured
     and modelled rates predicts for the shapes at hand."""
     chunks: Annotated[Positive | None, BeforeValidator(_auto)] = None
-    """Of chunked: pieces in which each rank's share of the rows travels. Default (or auto): by the same table."""
+    """Of chunked: pieces in which each rank's share of a linear's rows travels, each under the GEMM of another piece.
+    Default (or auto): by the same table."""
+    batch_parts: Annotated[Positive | None, BeforeValidator(_auto)] = None
+    """Of chunked: parts of a microbatch's sequences that take turns, so that one part's collectives run under all of
+    another part's computation; 1: none. Default (or auto): 2 with backend=chunked, an even micro_batch_size and neither
+    chunks nor sites, else 1."""
     sites: Annotated[dict[str, Backend], BeforeValidator(_dotted)] = {}  # noqa: RUF012 - pydantic copies it
     """Exceptions from `backend`, e.g. {attention.qkv.forward: none, mlp.down.backward: chunked}."""
 
@@ -55,14 +61,25 @@ class Overlap(Section):
         """What is wanted for a site."""
         return self.sites.get(site, self.backend)
 
+    def num_batch_parts(self, *, samples: int, seq_len: int, split_rows: int) -> int:
+        """Parts of a microbatch of that many sequences.
+
+        Args:
+            split_rows: ranks that share the rows between tp layers, thus tp with sequence parallel, else 1.
+        """
+        if self.batch_parts is not None:
+            return self.batch_parts
+        plain = self.backend == "chunked" and self.chunks is None and not self.sites
+        return 2 if plain and samples % 2 == 0 and samples // 2 * seq_len % split_rows == 0 else 1
+
 
 def overlap_problems(
-    overlap: Overlap, *, activation: str, tp: int, sequence_parallel: bool, rows: int | None
+    overlap: Overlap, *, activation: str, tp: int, sequence_parallel: bool, samples: int | None, seq_len: int
 ) -> Iterator[str]:
     """What is wrong with a section at tp > 1.
 
     Args:
-        rows: of a microbatch, None when it is not known.
+        samples: of a microbatch, None when it is not known.
     """
     known, sending = overlap_sites(activation), overlap_sites(activation, gathers=sequence_parallel)
     for site, backend in overlap.sites.items():
@@ -75,7 +92,9 @@ def overlap_problems(
                 f"overlap.sites.{site}={backend} has no effect with mesh.sequence_parallel=false, where it sends "
                 "nothing; leave it out"
             )
-    yield from _chunks(overlap, sending, tp=tp, rows=rows)
+    yield from _chunks(overlap, sending, tp=tp, rows=samples * seq_len if samples else None)
+    if (overlap.batch_parts or 1) > 1:
+        yield from _batch_parts(overlap, split_rows=tp if sequence_parallel else 1, samples=samples, seq_len=seq_len)
 
 
 def _chunks(overlap: Overlap, sending: tuple[str, ...], *, tp: int, rows: int | None) -> Iterator[str]:
@@ -91,4 +110,20 @@ def _chunks(overlap: Overlap, sending: tuple[str, ...], *, tp: int, rows: int | 
             f"overlap.chunks={overlap.chunks} is more than the {rows // tp} rows of a rank's share "
             f"(batch.micro_batch_size * batch.seq_len = {rows} rows, mesh.tp={tp}); use {max(1, rows // tp)} or less, "
             "or auto"
+        )
+
+
+def _batch_parts(overlap: Overlap, *, split_rows: int, samples: int | None, seq_len: int) -> Iterator[str]:
+    told, num = f"overlap.batch_parts={overlap.batch_parts}", overlap.batch_parts
+    if overlap.backend != "chunked":
+        yield f"{told} needs overlap.backend=chunked, but it is {overlap.backend}; set that, or leave batch_parts out"
+    for name in ("chunks", "sites"):
+        if getattr(overlap, name):
+            yield f"overlap.{name} has no effect with {told}, which runs whole collectives; leave one of them out"
+    if samples is not None and samples % num:
+        yield f"{told} does not divide batch.micro_batch_size={samples}; use a divisor of it, or 1"
+    elif samples is not None and samples // num * seq_len % split_rows:
+        yield (
+            f"{told}: the {samples // num * seq_len} rows of a part are not divisible by mesh.tp={split_rows}; use fewer "
+            "parts, or mesh.sequence_parallel=false"
         )

@@ -292,7 +292,7 @@ def _kernels(kernels: Kernels, model: Model) -> Iterator[str]:
 def _overlap(config: Config) -> Iterator[str]:
     micro = config.batch.micro_batch_size
     if config.mesh.tp == 1:
-        names = ("chunks", "sites") if config.overlap.backend == "none" else ("backend", "chunks", "sites")
+        names = ["chunks", "batch_parts", "sites", *(["backend"] if config.overlap.backend != "none" else [])]
         yield from _unused(config.overlap, "overlap", dict.fromkeys(names, "with mesh.tp=1: nothing is sent"))
         return
     yield from overlap_problems(
@@ -300,7 +300,8 @@ def _overlap(config: Config) -> Iterator[str]:
         activation=config.model.activation,
         tp=config.mesh.tp,
         sequence_parallel=config.sequence_parallel,
-        rows=micro * config.batch.seq_len if micro else None,
+        samples=micro,
+        seq_len=config.batch.seq_len,
     )
 
 

@@ -416,6 +416,15 @@ class Config(Section):
         return self.mesh.sequence_parallel and self.mesh.tp > 1
 
     @property
+    def batch_parts(self) -> int:
+        """Parts of a microbatch that take turns in the computation: see config/overlap.py."""
+        if self.mesh.tp == 1:
+            return 1
+        split_rows = self.mesh.tp if self.sequence_parallel else 1
+        samples, seq_len = self.batch.micro_batch_size, self.batch.seq_len
+        return self.overlap.num_batch_parts(samples=samples, seq_len=seq_len, split_rows=split_rows)
+
+    @property
     def kv_replicas(self) -> int:
         """Neighbouring tp ranks that hold the same kv head; 1 when there are at least tp kv heads."""
         return max(1, self.mesh.tp // self.model.num_kv_heads)

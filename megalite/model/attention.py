@@ -17,6 +17,7 @@ from megalite.model.dropout import attention_dropout
 from megalite.model.positions import RopeTables
 from megalite.model.recompute import replay
 from megalite.parallel.spec import ParamSpec, Part
+from megalite.parallel.tp.begun import Steps
 from megalite.parallel.tp.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tp.specs import replicated_reduce, slab, split, whole
 
@@ -34,15 +35,19 @@ class Attention(nn.Module):
         self.qkv = make_qkv(self.name, context)
         self.out = make_out(self.name, context)
 
-    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+    def steps(self, x: Tensor, batch: Microbatch) -> Steps:
         """(rows, D) -> (rows, D), rows being this rank's."""
         num_samples, seq_len = batch.tokens.shape
-        qkv = self.qkv(x).view(num_samples, seq_len, sum(self.heads), self.context.model.head_dim)
+        finish = self.qkv.begin(x)
+        yield
+        qkv = finish().view(num_samples, seq_len, sum(self.heads), self.context.model.head_dim)
         angles = None if self.rope_tables is None else self.rope_tables.get(seq_len, x.device)
         q, k, v = split_heads(qkv, heads=self.heads, angles=angles, impl=self.context.kernels["rope"])
         replayed = self.replayed and qkv.requires_grad
         mixed = replay(self.core, q, k, v, arguments=(batch,)) if replayed else self.core(q, k, v, batch)
-        return self.out(mixed)
+        finish = self.out.begin(mixed)
+        yield
+        return finish()
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch) -> Tensor:
         """Attention of each sequence by itself: (B, S, heads, H) each -> (M, N/tp * H)."""

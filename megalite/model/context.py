@@ -10,7 +10,7 @@ from megalite.config.schema import Config, Model
 from megalite.kernels.registry import Selection, select
 from megalite.mesh import Mesh
 from megalite.observe.log import get_logger
-from megalite.parallel.tp.overlap.choose import NO_CHOICES, Choices, Linear, choose, transport_of
+from megalite.parallel.tp.overlap.choose import NO_CHOICES, Choices, Linear, choose, choose_parts, transport_of
 from megalite.parallel.tp.overlap.symm import open_symm
 from megalite.parallel.tp.rows import TensorParallel
 
@@ -42,7 +42,13 @@ class ModelContext:
             "site": site,
             "wgrad": self.kernels["wgrad"],
             "overlap": self.overlap[site],
+            "begins": self.begins,
         }
+
+    @property
+    def begins(self) -> bool:
+        """Whether collectives of tp layers are begun before they are waited for, for parts that take turns."""
+        return self.overlap.batch_parts > 1
 
     @property
     def num_heads(self) -> int:
@@ -96,7 +102,7 @@ def model_context(config: Config, mesh: Mesh) -> ModelContext:
 
 def _overlap(config: Config, mesh: Mesh, context: ModelContext) -> Choices:
     rows = config.batch.micro_batch_size * config.batch.seq_len
-    choices = choose(
+    choices = choose_parts(config.batch_parts) or choose(
         config.overlap,
         block_linears(context),
         rows=rows,

@@ -4,6 +4,7 @@ A link maps the rows of the residual stream that this rank holds to the next lin
 chain and knows nothing of what a link computes. The embedding takes None, the head returns the loss per token.
 """
 
+import torch
 from torch import Tensor, nn
 
 from megalite.batch import Microbatch
@@ -14,9 +15,10 @@ from megalite.model.mlp import Mlp
 from megalite.model.norm import make_norm
 from megalite.model.positions import RopeTables
 from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.begun import Steps, in_turns
 from megalite.parallel.tp.embedding import LearnedPositions, VocabParallelEmbedding
 from megalite.parallel.tp.linear import ColumnParallelLinear
-from megalite.parallel.tp.loss import vocab_parallel_linear_cross_entropy
+from megalite.parallel.tp.loss import begin_all_rows, vocab_parallel_linear_cross_entropy
 from megalite.parallel.tp.specs import replicated_reduce, slab, whole
 
 
@@ -33,12 +35,22 @@ class Link(nn.Module):
     recomputable = False
     recomputes = False
 
-    def __init__(self, *unit_names: str):
+    def __init__(self, context: ModelContext, *unit_names: str):
         super().__init__()
+        self.context = context
         self.unit_names = unit_names
 
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
-        """The next link's input."""
+        """The next link's input. With batch parts rows are the parts' one after the other, each shared among tp ranks
+        by itself."""
+        num = self.context.overlap.batch_parts
+        if num == 1:
+            return in_turns([self.steps(x, batch)])[0]
+        rows = [None] * num if x is None else x.chunk(num)
+        return torch.cat(in_turns([self.steps(*part) for part in zip(rows, batch.parts(num), strict=True)]))
+
+    def steps(self, x: Tensor | None, batch: Microbatch) -> Steps:
+        """`forward` of one part."""
         raise NotImplementedError
 
 
@@ -49,18 +61,24 @@ class EmbeddingLink(Link):
 
     def __init__(self, context: ModelContext):
         tied, learned = context.model.tie_embeddings, context.model.position == "learned"
-        super().__init__(*(["embedding"] if learned or not tied else []), *(["tied"] if tied else []))
-        self.context = context
+        super().__init__(context, *(["embedding"] if learned or not tied else []), *(["tied"] if tied else []))
         spec = vocab_spec("embedding.word.weight", context, tied=tied)
         self.word = VocabParallelEmbedding(
-            spec, tp=context.tp, dtype=context.dtype, site="embedding", padding=context.vocab_padding
+            spec,
+            tp=context.tp,
+            dtype=context.dtype,
+            site="embedding",
+            padding=context.vocab_padding,
+            begins=context.begins,
         )
         self.position = make_positions(context) if learned else None
 
-    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+    def steps(self, x: Tensor | None, batch: Microbatch) -> Steps:
         """None -> (rows, D)."""
         assert x is None, "the embedding is the first link"
-        y = self.word(batch.tokens.reshape(-1))
+        finish = self.word.begin(batch.tokens.reshape(-1))
+        yield
+        y = finish()
         if self.position is not None:
             y = self.position(y, num_rows=batch.rows, seq_len=batch.tokens.shape[1])
         return residual_dropout(y, "embedding", context=self.context, batch=batch) if self.training else y
@@ -72,8 +90,7 @@ class Block(Link):
     recomputable = True
 
     def __init__(self, layer: int, context: ModelContext, rope_tables: RopeTables | None):
-        super().__init__(f"layers.{layer}")
-        self.context = context
+        super().__init__(context, f"layers.{layer}")
         self.layer = layer
         self.recomputes = "full" in context.recompute_ops(layer)
         self.attention_norm = make_norm(f"layers.{layer}.attention_norm", context)
@@ -81,11 +98,12 @@ class Block(Link):
         self.mlp_norm = make_norm(f"layers.{layer}.mlp_norm", context)
         self.mlp = Mlp(layer, context)
 
-    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+    def steps(self, x: Tensor, batch: Microbatch) -> Steps:
         """(rows, D) -> (rows, D)."""
-        branch = self._drop(self.attention(self.attention_norm(x), batch), "attention", batch)
-        normed, x = self.mlp_norm.after_add(branch, x)
-        return self._drop(self.mlp(normed), "mlp", batch).add_(x)
+        branch = yield from self.attention.steps(self.attention_norm(x), batch)
+        normed, x = self.mlp_norm.after_add(self._drop(branch, "attention", batch), x)
+        branch = yield from self.mlp.steps(normed)
+        return self._drop(branch, "mlp", batch).add_(x)
 
     def _drop(self, branch: Tensor, which: str, batch: Microbatch) -> Tensor:
         if not self.training:
@@ -98,8 +116,7 @@ class HeadLink(Link):
 
     def __init__(self, context: ModelContext):
         tied = context.model.tie_embeddings
-        super().__init__("head", *(["tied"] if tied else []))
-        self.context = context
+        super().__init__(context, "head", *(["tied"] if tied else []))
         self.final_norm = make_norm("final_norm", context)
         name = "embedding.word.weight" if tied else "head.weight"
         spec = vocab_spec(name, context, tied=tied, tied_copy=tied)
@@ -107,14 +124,12 @@ class HeadLink(Link):
             spec, None, tp=context.tp, dtype=context.dtype, site="head", padding=context.vocab_padding
         )
 
-    def logits(self, x: Tensor) -> Tensor:
-        """(rows, D) -> (M, Vp/tp), this rank's slice of the padded vocabulary."""
-        return self.output(self.final_norm(x))
-
-    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+    def steps(self, x: Tensor, batch: Microbatch) -> Steps:
         """(rows, D) -> loss per token (M,), the same on all ranks of tp; 0 where the label is IGNORE."""
+        finish = begin_all_rows(self.final_norm(x), tp=self.context.tp, begins=self.context.begins)
+        yield
         return vocab_parallel_linear_cross_entropy(
-            self.final_norm(x),
+            finish(),
             self.output.weight,
             batch.labels.reshape(-1),
             tp=self.context.tp,

@@ -8,6 +8,7 @@ from megalite.model.attention import residual_bias
 from megalite.model.context import ModelContext
 from megalite.model.recompute import replay
 from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.begun import Steps, in_turns
 from megalite.parallel.tp.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tp.specs import split
 
@@ -29,19 +30,26 @@ class Mlp(nn.Module):
         self.add_module(self.wide_name, wide)
         self.down = make_down(name, context)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, D) -> (rows, D), rows being this rank's."""
-        return replay(self._whole, x) if "mlp" in self.again and x.requires_grad else self._whole(x)
+    def steps(self, x: Tensor) -> Steps:
+        """(rows, D) -> (rows, D), rows being this rank's. What is to be recomputed takes no turns."""
+        if "mlp" in self.again and x.requires_grad:
+            return replay(lambda rows: in_turns([self._steps(rows)])[0], x)
+        return (yield from self._steps(x))
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _steps(self, x: Tensor) -> Steps:
         wide = getattr(self, self.wide_name)
         biased = self.activation is gelu and wide.bias is not None  # the bias is added inside the activation
-        hidden = wide(x, add_bias=not biased)
+        finish = wide.begin(x, add_bias=not biased)
+        yield
+        hidden = finish()
         if "activation" in self.again:
-            return self.down(hidden, BiasGelu(wide.bias, self.pure) if biased else self.pure)
-        if biased:
-            return self.down(bias_gelu(hidden, wide.bias, impl=self.pure))
-        return self.down(self.activation(hidden, impl=self.pure))
+            finish = self.down.begin(hidden, BiasGelu(wide.bias, self.pure) if biased else self.pure)
+        elif biased:
+            finish = self.down.begin(bias_gelu(hidden, wide.bias, impl=self.pure))
+        else:
+            finish = self.down.begin(self.activation(hidden, impl=self.pure))
+        yield
+        return finish()
 
 
 def make_wide(name: str, stacked: tuple[str, ...], context: ModelContext) -> ColumnParallelLinear:

@@ -89,13 +89,18 @@ def _own_rows(plan: RankPlan) -> int:
     return plan.rows // plan.sizes.tp if plan.config.sequence_parallel else plan.rows
 
 
+def _part_bytes(plan: RankPlan) -> int:
+    """Of a part of the microbatch, whose collectives are its own; all of it where it has one part."""
+    return _own_rows(plan) // plan.config.batch_parts * _row_bytes(plan)
+
+
 # Tensor parallel
 
 
 def _tensor_parallel(plan: RankPlan, totals: Totals) -> None:
     row = plan.training.actions[plan.at["pp"]]
     for stage, links in plan.links.items():
-        num = sum(action.op is Op.F and action.stage == stage for action in row)
+        num = sum(action.op is Op.F and action.stage == stage for action in row) * plan.config.batch_parts
         first, last = plan.config.stage_layers[stage]
         for layer in range(first, last):
             _block(plan, totals, num, again=plan.config.recompute_ops(layer))
@@ -107,7 +112,7 @@ def _tensor_parallel(plan: RankPlan, totals: Totals) -> None:
 
 
 def _block(plan: RankPlan, totals: Totals, num: int, *, again: Collection[str]) -> None:
-    """`num` passes of a block. What is recomputed runs its forward twice."""
+    """`num` passes of parts through a block. What is recomputed runs its forward twice."""
     of_attention = 2 * num if "full" in again else num
     of_mlp = 2 * num if {"full", "mlp"} & set(again) else num
     wide = "mlp.gate_up" if plan.config.model.activation == "swiglu" else "mlp.up"
@@ -128,7 +133,7 @@ def _head(plan: RankPlan, totals: Totals, num: int) -> None:
     """Rows are gathered and dx is summed once; the loss takes the largest logit, then sum and target logit packed."""
     _gather(plan, totals, "head.forward", num)
     _reduce(plan, totals, "head.backward", num)
-    column_bytes = plan.rows * plan.main.itemsize
+    column_bytes = plan.rows // plan.config.batch_parts * plan.main.itemsize
     totals.all_reduce("tp", plan.sizes.tp, "loss.max", num_bytes=column_bytes, calls=num)
     totals.all_reduce("tp", plan.sizes.tp, "loss.sum", num_bytes=2 * column_bytes, calls=num)
 
@@ -136,13 +141,12 @@ def _head(plan: RankPlan, totals: Totals, num: int) -> None:
 def _gather(plan: RankPlan, totals: Totals, site: str, calls: int) -> None:
     """All rows from each rank's."""
     if plan.config.sequence_parallel:
-        shard_bytes = _own_rows(plan) * _row_bytes(plan)
-        totals.all_gather("tp", plan.sizes.tp, site, shard_bytes=shard_bytes, calls=calls)
+        totals.all_gather("tp", plan.sizes.tp, site, shard_bytes=_part_bytes(plan), calls=calls)
 
 
 def _reduce(plan: RankPlan, totals: Totals, site: str, calls: int) -> None:
     """Partial sums of all rows into each rank's rows."""
-    num_bytes = _own_rows(plan) * _row_bytes(plan)
+    num_bytes = _part_bytes(plan)
     if plan.config.sequence_parallel:
         totals.reduce_scatter("tp", plan.sizes.tp, site, shard_bytes=num_bytes, calls=calls)
     else:

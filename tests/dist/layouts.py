@@ -39,6 +39,7 @@ RECOMPUTE_LIST = (
 )
 SYMM = "overlap.backend=symm model.num_layers=2 batch.global_batch_size=2"
 CHUNKED = "overlap.backend=chunked overlap.chunks=2"
+PARTS = "overlap.backend=chunked batch.micro_batch_size=2"  # two parts
 Masks = Literal["full", "uneven", "documents"]
 
 
@@ -198,6 +199,20 @@ LAYOUTS = {
         "overlap.sites.mlp.down.forward=chunked overlap.sites.attention.out.backward=chunked "
         "overlap.sites.mlp.gate_up.forward=chunked batch.micro_batch_size=2"
     ),
+    # parts of the microbatch take turns
+    "tp2-parts": Layout(f"mesh.tp=2 {PARTS}", "documents"),
+    "tp2-no-sp-parts-gpt-bias-tied-sgd": Layout(
+        f"mesh.tp=2 mesh.sequence_parallel=false {PARTS} {GPT} model.bias=true model.tie_embeddings=true {SGD}"
+    ),
+    "tp4-kv2-four-parts-recompute-list": Layout(
+        f"mesh.tp=4 overlap.backend=chunked batch.micro_batch_size=4 overlap.batch_parts=4 {RECOMPUTE_LIST}"
+    ),
+    "tp2-parts-full-recompute-gpt-bias": Layout(f"mesh.tp=2 {PARTS} {GPT} model.bias=true recompute=full"),
+    "pp2-tp2-interleaved-parts-sgd": Layout(f"mesh.pp=2 mesh.tp=2 {INTERLEAVED} {PARTS} {SGD}"),
+    "pp2-tp2-zbv-parts-selective": Layout(f"mesh.pp=2 mesh.tp=2 {ZBV} {PARTS} recompute=selective"),
+    "dp2-pp2-tp2-zero3-forward-parts": Layout(
+        f"mesh.dp=2 mesh.pp=2 mesh.tp=2 zero.stage=3 zero.reshard_after=forward {PARTS} comm.cpu_backend=gloo"
+    ),
     # the same fused into one kernel, in Triton's interpreter
     "tp2-symm": Layout(f"mesh.tp=2 {SYMM} batch.micro_batch_size=2"),
     "tp2-no-sp-symm-gpt-bias-sgd": Layout(
@@ -235,6 +250,9 @@ LAYOUTS = {
     ),
     "dropout-tp2-chunked-full-recompute": Layout(
         f"mesh.tp=2 {CHUNKED} recompute=full model.dropout=0.1 model.attention_dropout=0.1"
+    ),
+    "dropout-tp2-parts-selective": Layout(
+        f"mesh.tp=2 {PARTS} recompute=selective model.dropout=0.1 model.attention_dropout=0.1"
     ),
     # collectives through gloo, where all others share memory
     "gloo-tp2": Layout("mesh.tp=2 comm.cpu_backend=gloo"),

@@ -29,6 +29,13 @@ LAYOUTS = {
     "pp2 tp2 recompute list": f"mesh.pp=2 mesh.tp=2 {RECOMPUTE_LIST}",
     "tp4 chunked full recompute": "mesh.tp=4 overlap.backend=chunked overlap.chunks=3 recompute=full",
     "pp2 tp2 no sp chunked": "mesh.pp=2 mesh.tp=2 mesh.sequence_parallel=false overlap.backend=chunked",
+    "tp2 parts recompute list": (
+        f"mesh.tp=2 overlap.backend=chunked batch.micro_batch_size=4 overlap.batch_parts=2 {RECOMPUTE_LIST}"
+    ),
+    "pp2 tp2 no sp four parts": (
+        "mesh.pp=2 mesh.tp=2 mesh.sequence_parallel=false overlap.backend=chunked overlap.batch_parts=4 "
+        "batch.micro_batch_size=4"
+    ),
     "dp2 zero0 bf16 reduce": "mesh.dp=2 zero.stage=0 precision.compute=bf16 precision.reduce=bf16",
     "dp2 zero1": f"mesh.dp=2 zero.stage=1 {FP32}",
     "dp2 zero2 bf16 tied": "mesh.dp=2 zero.stage=2 precision.compute=bf16 model.tie_embeddings=true",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.kernels.wgrad import accumulate_rows
 from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.begun import Finish, FinishReduce, OnItsWay, without_channel
 from megalite.parallel.tp.rows import TensorParallel, empty_param, gather_rows, reduce_rows
 from megalite.parallel.tp.specs import local_shape
 
@@ -22,18 +23,42 @@ class _Embedding(torch.autograd.Function):
         ctx.weight, ctx.tp, ctx.site = weight, tp, site
         if tp.size == 1:
             return F.embedding(tokens, weight)
-        local, outside = _local(tokens, weight, tp)
-        partial = F.embedding(local, weight).masked_fill_(outside, 0.0)
-        return reduce_rows(partial, tp, site=f"{site}.forward")
+        return reduce_rows(_partial(tokens, weight, tp), tp, site=f"{site}.forward")
 
     @staticmethod
     def backward(ctx, dy):
         (tokens,) = ctx.saved_tensors
         full = gather_rows(dy, ctx.tp, site=f"{ctx.site}.backward")
-        if ctx.tp.size > 1:
-            tokens, outside = _local(tokens, ctx.weight, ctx.tp)
-            full = full.masked_fill(outside, 0.0)
-        return None, accumulate_rows(ctx.weight, tokens, full), None, None
+        return None, _add_rows(ctx.weight, tokens, full, ctx.tp), None, None
+
+
+class _StartEmbedding(torch.autograd.Function):
+    """The lookup up to its sum, which is begun."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight, way):
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.way = weight, way
+        return way.reduce(_partial(tokens, weight, way.tp), "forward")
+
+    @staticmethod
+    def backward(ctx, _):
+        (tokens,), full = ctx.saved_tensors, ctx.way.wait()
+        return None, _add_rows(ctx.weight, tokens, full, ctx.way.tp), None
+
+
+def _partial(tokens: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+    """Rows of this rank's tokens, zeros for the others'."""
+    local, outside = _local(tokens, weight, tp)
+    return F.embedding(local, weight).masked_fill_(outside, 0.0)
+
+
+def _add_rows(weight: Tensor, tokens: Tensor, dy: Tensor, tp: TensorParallel) -> Tensor | None:
+    """Add the gradient of all rows to that of this rank's tokens."""
+    if tp.size > 1:
+        tokens, outside = _local(tokens, weight, tp)
+        dy = dy.masked_fill(outside, 0.0)
+    return accumulate_rows(weight, tokens, dy)
 
 
 def _local(tokens: Tensor, weight: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -50,16 +75,34 @@ class VocabParallelEmbedding(nn.Module):
     all-reduces.
     """
 
-    def __init__(self, spec: ParamSpec, *, tp: TensorParallel, dtype: torch.dtype, site: str, padding: int = 0):
+    def __init__(
+        self,
+        spec: ParamSpec,
+        *,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        site: str,
+        padding: int = 0,
+        begins: bool = False,
+    ):
         super().__init__()
         self.weight = empty_param(local_shape(spec, padding=padding), dtype)
         self.weight.spec = spec
         self.tp = tp
         self.site = site
+        self.begins = begins
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (M,) int64, the same on all ranks -> (M/tp, D), or (M, D) without sequence parallel."""
         return _Embedding.apply(tokens, self.weight, self.tp, self.site)
+
+    def begin(self, tokens: Tensor) -> Finish:
+        """As `forward`, in two halves: see begun.py."""
+        if not self.begins:
+            return lambda: self(tokens)
+        way = OnItsWay(without_channel(self.tp), self.site)
+        own = _StartEmbedding.apply(tokens, self.weight, way)
+        return lambda: FinishReduce.apply(own, None, way)
 
 
 class _AddPositions(torch.autograd.Function):

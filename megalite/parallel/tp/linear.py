@@ -9,11 +9,13 @@ Reference: Shoeybi et al., arXiv:1909.08053, section 3; Korthikanti et al., arXi
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.kernels.wgrad import accumulate_bias, accumulate_wgrad
 from megalite.kernels.wgrad import reference as wgrad_reference
 from megalite.parallel.spec import ParamSpec
+from megalite.parallel.tp.begun import Finish, FinishReduce, OnItsWay, StartGather, without_channel
 from megalite.parallel.tp.overlap.base import ALL_ROWS, Passes
 from megalite.parallel.tp.overlap.none import PLAIN
 from megalite.parallel.tp.rows import TensorParallel, empty_param
@@ -37,17 +39,41 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (full,), layer, weight, bias = ctx.saved_tensors, ctx.layer, ctx.weight, ctx.bias
+        (full,), layer, weight = ctx.saved_tensors, ctx.layer, ctx.weight
 
         def param_grads() -> tuple[Tensor | None, Tensor | None]:
-            dweight = accumulate_wgrad(weight, dy, full, impl=layer.wgrad)
-            return dweight, None if bias is None else accumulate_bias(bias, dy)
+            return _column_grads(ctx, dy, full)
 
         if not ctx.needs_input_grad[0]:
             return None, None, *param_grads()
         site = f"{layer.site}.backward"
         dx, grads = layer.overlap.backward.dgrad_reduce(dy, weight, tp=layer.tp, site=site, meanwhile=param_grads)
         return dx, None, *grads
+
+
+class _FinishColumn(torch.autograd.Function):
+    """A column layer behind a gather that was begun."""
+
+    @staticmethod
+    def forward(ctx, full, layer, weight, bias, way):
+        way.wait()
+        ctx.save_for_backward(full)
+        ctx.layer, ctx.weight, ctx.bias, ctx.way = layer, weight, bias, way
+        return F.linear(full, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (full,), partial = ctx.saved_tensors, None
+        if ctx.needs_input_grad[0]:
+            partial = dy.mm(ctx.weight)
+            ctx.way.reduce(partial, "backward")
+        return partial, None, *_column_grads(ctx, dy, full), None
+
+
+def _column_grads(ctx, dy: Tensor, full: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of weight and bias."""
+    dweight = accumulate_wgrad(ctx.weight, dy, full, impl=ctx.layer.wgrad)
+    return dweight, None if ctx.bias is None else accumulate_bias(ctx.bias, dy)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -63,8 +89,7 @@ class _RowLinear(torch.autograd.Function):
         (x,), layer, weight, activation = ctx.saved_tensors, ctx.layer, ctx.weight, ctx.activation
 
         def weight_grad(full: Tensor, rows: slice = ALL_ROWS) -> Tensor | None:
-            active = x[rows] if activation is None else activation.forward(x[rows])
-            return accumulate_wgrad(weight, full[rows], active, impl=layer.wgrad)
+            return _row_weight_grad(ctx, full[rows], x[rows])
 
         site = f"{layer.site}.backward"
         dx, dweight = layer.overlap.backward.gather_dgrad(dy, weight, tp=layer.tp, site=site, meanwhile=weight_grad)
@@ -74,12 +99,37 @@ class _RowLinear(torch.autograd.Function):
         return dx, None, dweight, dbias, None
 
 
+class _StartRow(torch.autograd.Function):
+    """A row layer up to its sum, which is begun."""
+
+    @staticmethod
+    def forward(ctx, x, layer, weight, activation, way):
+        active = x if activation is None else activation.forward(x)
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.weight, ctx.activation, ctx.way = layer, weight, activation, way
+        return way.reduce(F.linear(active, weight), "forward")
+
+    @staticmethod
+    def backward(ctx, _):
+        (x,), full = ctx.saved_tensors, ctx.way.wait()
+        dx = full.mm(ctx.weight)
+        dweight = _row_weight_grad(ctx, full, x)
+        return dx if ctx.activation is None else ctx.activation.backward(dx, x), None, dweight, None, None
+
+
+def _row_weight_grad(ctx, dy: Tensor, x: Tensor) -> Tensor | None:
+    """The share of these rows."""
+    active = x if ctx.activation is None else ctx.activation.forward(x)
+    return accumulate_wgrad(ctx.weight, dy, active, impl=ctx.layer.wgrad)
+
+
 class _Linear(nn.Module):
     """Weight and optional bias, on the meta device, with their specs.
 
     Args:
         wgrad:   an implementation of kernels.wgrad.
         overlap: the overlap backends of forward and backward.
+        begins:  `begin` starts a collective of the layer's own accord; else all happens in its second half.
     """
 
     def __init__(
@@ -93,6 +143,7 @@ class _Linear(nn.Module):
         padding: int = 0,
         wgrad=wgrad_reference,
         overlap: Passes = PLAIN,
+        begins: bool = False,
     ):
         super().__init__()
         self.weight = empty_param(local_shape(weight, padding=padding), dtype)
@@ -105,6 +156,10 @@ class _Linear(nn.Module):
         self.site = site
         self.wgrad = wgrad
         self.overlap = overlap
+        self.begins = begins
+
+    def _way(self) -> OnItsWay:
+        return OnItsWay(without_channel(self.tp), self.site)
 
 
 class ColumnParallelLinear(_Linear):
@@ -123,6 +178,14 @@ class ColumnParallelLinear(_Linear):
         """
         return _ColumnLinear.apply(x, self, self.weight, self.bias if add_bias else None)
 
+    def begin(self, x: Tensor, *, add_bias: bool = True) -> Finish:
+        """As `forward`, in two halves: see begun.py."""
+        if not self.begins:
+            return lambda: self(x, add_bias=add_bias)
+        way = self._way()
+        full = StartGather.apply(x, way)
+        return lambda: _FinishColumn.apply(full, self, self.weight, self.bias if add_bias else None, way)
+
 
 class RowParallelLinear(_Linear):
     """y = x W^T + b with the columns of W sharded over tp; b is replicated and added once.
@@ -138,3 +201,11 @@ class RowParallelLinear(_Linear):
             activation: applied to x first, and again in backward: only its input is kept.
         """
         return _RowLinear.apply(x, self, self.weight, self.bias, activation)
+
+    def begin(self, x: Tensor, activation: Activation | None = None) -> Finish:
+        """As `forward`, in two halves: see begun.py."""
+        if not self.begins:
+            return lambda: self(x, activation)
+        way = self._way()
+        own = _StartRow.apply(x, self, self.weight, activation, way)
+        return lambda: FinishReduce.apply(own, self.bias, way)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalite.comm.collectives import all_reduce
 from megalite.kernels.cross_entropy import alone
 from megalite.kernels.linear_cross_entropy import linear_cross_entropy
+from megalite.parallel.tp.begun import Finish, FinishGather, OnItsWay, StartGather, without_channel
 from megalite.parallel.tp.rows import TensorParallel, gather_rows, reduce_rows
 
 SITE = "head"
@@ -28,13 +29,28 @@ class _AllRows(torch.autograd.Function):
         return reduce_rows(dx, ctx.tp, site=f"{SITE}.backward"), None
 
 
+def begin_all_rows(x: Tensor, *, tp: TensorParallel, begins: bool) -> Finish:
+    """Every row of x, for vocab_parallel_linear_cross_entropy; in two halves, as begun.py has it.
+
+    Communication: forward all-gathers x's rows (sequence parallel); backward reduce-scatters dx, or all-reduces it
+    without sequence parallel.
+    """
+    if tp.size == 1:
+        return lambda: x
+    if not begins:
+        return lambda: _AllRows.apply(x, tp)
+    way = OnItsWay(without_channel(tp), SITE)
+    full = StartGather.apply(x, way)
+    return lambda: FinishGather.apply(full, way)
+
+
 def vocab_parallel_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, tp: TensorParallel, vocab_size: int, impl, wgrad
 ) -> Tensor:
     """Cross entropy per token of x @ weight^T; rank r holds rows [r*Vp/tp, (r+1)*Vp/tp), Vp the padded vocabulary.
 
     Args:
-        x:          (M/tp, D), or (M, D) without sequence parallel.
+        x:          (M, D), of begin_all_rows.
         weight:     (Vp/tp, D); its gradient goes to `main_grad` if it has one.
         targets:    (M,) int64, the same on every rank; -100 marks a row to skip.
         vocab_size: logical vocabulary; rows of weight beyond it are padding, which has no share in the loss.
@@ -44,8 +60,7 @@ def vocab_parallel_linear_cross_entropy(
     Returns:
         (M,) fp32 (fp64 for fp64), the same on every rank, 0 for skipped rows. Not averaged: train/step.py divides.
 
-    Communication: forward all-gathers x's rows (sequence parallel) and all-reduces M (max) and 2*M numbers (packed sum
-    and target logit); backward reduce-scatters dx, or all-reduces it without sequence parallel.
+    Communication: forward all-reduces M (max) and 2*M numbers (packed sum and target logit).
     Numerics: max, exp and sum in fp32 for any narrower dtype.
     Memory: keeps the gathered x.
     Reference: Shoeybi et al., arXiv:1909.08053, section 3.
@@ -57,7 +72,7 @@ def vocab_parallel_linear_cross_entropy(
     start = tp.rank * weight.shape[0]
     num_valid = max(0, min(weight.shape[0], vocab_size - start))
     return linear_cross_entropy(
-        x if tp.size == 1 else _AllRows.apply(x, tp),
+        x,
         weight,
         targets,
         start=start,

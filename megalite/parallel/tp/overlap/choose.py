@@ -64,6 +64,8 @@ class Choices:
     by_site: Mapping[str, Choice] = field(default_factory=dict)
     source: str = ""
     """What `auto` has predicted from, if it has."""
+    batch_parts: int = 1
+    """Parts of the microbatch that take turns; with more than one no site has a choice."""
 
     def __getitem__(self, linear: str) -> Passes:
         if not self.by_site:
@@ -72,6 +74,8 @@ class Choices:
 
     def table(self) -> str:
         """One line per site: what, and why."""
+        if self.batch_parts > 1:
+            return f"every site: {self.batch_parts} parts of the batch, whole collectives of one under another's compute"
         choices = self.by_site.values()
         widths = [max(len(choice.site) for choice in choices), max(len(choice.what) for choice in choices)]
         lines = [f"{c.site:<{widths[0]}}  {c.what:<{widths[1]}}  {c.why}" for c in choices]
@@ -80,6 +84,11 @@ class Choices:
 
 NO_CHOICES = Choices()
 """`none` everywhere."""
+
+
+def choose_parts(batch_parts: int) -> Choices | None:
+    """The one choice there is with several parts of the batch."""
+    return Choices(batch_parts=batch_parts) if batch_parts > 1 else None
 
 
 def choose(
