@@ -52,8 +52,8 @@ class Overlap(Section):
     Default (or auto): by the same table."""
     batch_parts: Annotated[Positive | None, BeforeValidator(_auto)] = None
     """Of chunked: parts of a microbatch's sequences that take turns, so that one part's collectives run under all of
-    another part's computation; 1: none. Default (or auto): 2 with backend=chunked, an even micro_batch_size and neither
-    chunks nor sites, else 1."""
+    another part's computation; 1: none. Default (or auto): with backend=chunked and neither chunks nor sites 4 or 2,
+    whichever divides micro_batch_size first, else 1."""
     sites: Annotated[dict[str, Backend], BeforeValidator(_dotted)] = {}  # noqa: RUF012 - pydantic copies it
     """Exceptions from `backend`, e.g. {attention.qkv.forward: none, mlp.down.backward: chunked}."""
 
@@ -70,7 +70,8 @@ class Overlap(Section):
         if self.batch_parts is not None:
             return self.batch_parts
         plain = self.backend == "chunked" and self.chunks is None and not self.sites
-        return 2 if plain and samples % 2 == 0 and samples // 2 * seq_len % split_rows == 0 else 1
+        fits = (num for num in (4, 2) if samples % num == 0 and samples // num * seq_len % split_rows == 0)
+        return next(fits, 1) if plain else 1
 
 
 def overlap_problems(

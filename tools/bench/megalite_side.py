@@ -3,6 +3,7 @@
 from collections import Counter
 
 import torch
+import yaml
 from torch import Tensor
 
 from bench.data import share
@@ -24,7 +25,7 @@ def config_of(row: Row, work: Work, variant: str = "") -> Config:
     """The row's layout as a config.
 
     Args:
-        variant: `section.key=word` of comm or overlap, separated by spaces.
+        variant: `section.key=value` of comm or overlap, separated by spaces.
     """
     model = {name: getattr(work, name) for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size")}
     model |= {"family": "llama", "max_seq_len": work.seq_len, "norm_eps": work.norm_eps, "rope_theta": work.rope_theta}
@@ -50,7 +51,7 @@ def config_of(row: Row, work: Work, variant: str = "") -> Config:
     for override in variant.split():
         name, _, value = override.partition("=")
         section, _, key = name.partition(".")
-        values.setdefault(section, {})[key] = value
+        values.setdefault(section, {})[key] = yaml.safe_load(value)
     return check(values, {}, name=f"row {row.name}")
 
 

@@ -53,13 +53,15 @@ class OnItsWay:
     result: Tensor | None = None
     sent: Tensor | None = None
     """Kept until the wait."""
+    dy: Tensor | None = None
+    """Of a column layer, for its weight gradient."""
 
     def gather(self, shard: Tensor, which: str) -> Tensor:
         """Start to collect all rows; they are there after the wait. Without sequence parallel they are already."""
         self.sent = shard.contiguous()
         if not self.tp.sequence_parallel:
-            self.work, self.result = Work(), self.sent
-            return self.sent
+            self.work, self.result = Work(), self.sent.view_as(self.sent)  # autograd must not see the input come back
+            return self.result
         self.result = shard.new_empty(shard.shape[0] * self.tp.size, *shard.shape[1:])
         site = f"{self.site}.{which}"
         self.work = all_gather(self.result, self.sent, self.tp.group, site=site, async_op=True)
@@ -70,6 +72,11 @@ class OnItsWay:
         self.sent = partial.contiguous()
         self.work, self.result = start_reduce_rows(self.sent, self.tp, site=f"{self.site}.{which}")
         return self.result
+
+    def take_dy(self) -> Tensor:
+        """What the second half has left."""
+        dy, self.dy = self.dy, None
+        return dy
 
     def wait(self) -> Tensor:
         """What was started last."""
@@ -84,8 +91,7 @@ class StartGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, way):
         ctx.way = way
-        full = way.gather(x, "forward")
-        return full.view_as(full) if full is x else full
+        return way.gather(x, "forward")
 
     @staticmethod
     def backward(ctx, partial):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.kernels.wgrad import accumulate_bias, accumulate_wgrad
 from megalite.kernels.wgrad import reference as wgrad_reference
 from megalite.parallel.spec import ParamSpec
-from megalite.parallel.tp.begun import Finish, FinishReduce, OnItsWay, StartGather, without_channel
+from megalite.parallel.tp.begun import Finish, FinishReduce, OnItsWay, without_channel
 from megalite.parallel.tp.overlap.base import ALL_ROWS, Passes
 from megalite.parallel.tp.overlap.none import PLAIN
 from megalite.parallel.tp.rows import TensorParallel, empty_param
@@ -51,23 +51,38 @@ class _ColumnLinear(torch.autograd.Function):
         return dx, None, *grads
 
 
+class _StartColumn(torch.autograd.Function):
+    """A column layer's gather, which is begun; in backward its weight gradient under what is left of the sum of dx."""
+
+    @staticmethod
+    def forward(ctx, x, layer, weight, bias, way):
+        full = way.gather(x, "forward")
+        ctx.save_for_backward(full)
+        ctx.layer, ctx.weight, ctx.bias, ctx.way = layer, weight, bias, way
+        return full
+
+    @staticmethod
+    def backward(ctx, _):
+        (full,), way = ctx.saved_tensors, ctx.way
+        grads = _column_grads(ctx, way.take_dy(), full)
+        return way.wait(), None, *grads, None
+
+
 class _FinishColumn(torch.autograd.Function):
     """A column layer behind a gather that was begun."""
 
     @staticmethod
-    def forward(ctx, full, layer, weight, bias, way):
+    def forward(ctx, full, layer, add_bias, way):
         way.wait()
-        ctx.save_for_backward(full)
-        ctx.layer, ctx.weight, ctx.bias, ctx.way = layer, weight, bias, way
-        return F.linear(full, weight, bias)
+        ctx.weight, ctx.way = layer.weight, way
+        return F.linear(full, layer.weight, layer.bias if add_bias else None)
 
     @staticmethod
     def backward(ctx, dy):
-        (full,), partial = ctx.saved_tensors, None
-        if ctx.needs_input_grad[0]:
-            partial = dy.mm(ctx.weight)
-            ctx.way.reduce(partial, "backward")
-        return partial, None, *_column_grads(ctx, dy, full), None
+        partial = dy.mm(ctx.weight)
+        ctx.way.reduce(partial, "backward")
+        ctx.way.dy = dy
+        return partial, None, None, None
 
 
 def _column_grads(ctx, dy: Tensor, full: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -183,8 +198,8 @@ class ColumnParallelLinear(_Linear):
         if not self.begins:
             return lambda: self(x, add_bias=add_bias)
         way = self._way()
-        full = StartGather.apply(x, way)
-        return lambda: _FinishColumn.apply(full, self, self.weight, self.bias if add_bias else None, way)
+        full = _StartColumn.apply(x, self, self.weight, self.bias if add_bias else None, way)
+        return lambda: _FinishColumn.apply(full, self, add_bias, way)
 
 
 class RowParallelLinear(_Linear):
