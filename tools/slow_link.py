@@ -29,8 +29,8 @@ from bench.measure import Effort  # noqa: E402
 from bench.rows import TINY, Work  # noqa: E402
 from bench.tables import machine  # noqa: E402
 
-FULL = Effort(rounds=5, steps=1, warmup=2)
-QUICK = Effort(rounds=2, steps=1, warmup=2)
+FULL = Effort(rounds=5, steps=3, warmup=2)
+QUICK = Effort(rounds=2, steps=2, warmup=2)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

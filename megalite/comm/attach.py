@@ -24,6 +24,7 @@ from megalite.comm.segment import (
     this_process,
 )
 from megalite.comm.shm import ShmChannel, Tuning, segment_bytes
+from megalite.comm.threads import let_compute_go_first
 from megalite.config.schema import Comm
 from megalite.mesh import Group, Mesh
 from megalite.observe.log import get_logger
@@ -72,9 +73,12 @@ def attach_channels(mesh: Mesh, comm: Comm, *, timeout_s: float) -> Mesh:
         raise ValueError(
             "comm.cuda_backend=symm is for GPUs, these ranks are on cpu; leave it out, or use run.device=cuda"
         )
+    rows: list[_Rank] = gather_objects(_this_rank(), mesh.world.pg)
+    crowded = sum(row.host == rows[mesh.rank].host for row in rows) > _num_cores()
+    if not crowded:
+        let_compute_go_first()
     if comm.cpu_backend == "gloo":
         return mesh
-    rows: list[_Rank] = gather_objects(_this_rank(), mesh.world.pg)
     groups = {getattr(mesh, name).ranks for name in WITH_COLLECTIVES if getattr(mesh, name).size > 1}
     problems = {ranks: problem for ranks in sorted(groups) if (problem := _problem(rows, ranks))}
     fitting = sorted(groups - set(problems))
@@ -86,7 +90,6 @@ def attach_channels(mesh: Mesh, comm: Comm, *, timeout_s: float) -> Mesh:
         raise ValueError(f"comm.cpu_backend=shm is not possible: {first}; use comm.cpu_backend=auto or gloo")
     if first and mesh.rank == 0:
         get_logger().info("collectives of CPU ranks go through gloo where memory can't be shared: %s", first)
-    crowded = sum(row.host == rows[mesh.rank].host for row in rows) > _num_cores()
     channels = {
         ranks: _channel(segment, ranks, rows, mesh.rank, replace(tuning, **_patience(crowded)))
         for ranks, (segment, tuning) in segments.items()

@@ -42,13 +42,7 @@ class ModelContext:
             "site": site,
             "wgrad": self.kernels["wgrad"],
             "overlap": self.overlap[site],
-            "begins": self.begins,
         }
-
-    @property
-    def begins(self) -> bool:
-        """Whether collectives of tp layers are begun before they are waited for, for parts that take turns."""
-        return self.overlap.batch_parts > 1
 
     @property
     def num_heads(self) -> int:
@@ -90,7 +84,7 @@ def model_context(config: Config, mesh: Mesh) -> ModelContext:
     get_logger().info("kernels:\n  %s", kernels.table().replace("\n", "\n  "))
     context = ModelContext(
         model=config.model,
-        tp=TensorParallel(mesh.tp, config.sequence_parallel),
+        tp=TensorParallel(mesh.tp, config.sequence_parallel, begins=config.batch_parts > 1),
         dtype=dtype,
         padded_vocab=config.padded_vocab,
         recompute=config.recompute,

@@ -64,12 +64,7 @@ class EmbeddingLink(Link):
         super().__init__(context, *(["embedding"] if learned or not tied else []), *(["tied"] if tied else []))
         spec = vocab_spec("embedding.word.weight", context, tied=tied)
         self.word = VocabParallelEmbedding(
-            spec,
-            tp=context.tp,
-            dtype=context.dtype,
-            site="embedding",
-            padding=context.vocab_padding,
-            begins=context.begins,
+            spec, tp=context.tp, dtype=context.dtype, site="embedding", padding=context.vocab_padding
         )
         self.position = make_positions(context) if learned else None
 
@@ -126,7 +121,7 @@ class HeadLink(Link):
 
     def steps(self, x: Tensor, batch: Microbatch) -> Steps:
         """(rows, D) -> loss per token (M,), the same on all ranks of tp; 0 where the label is IGNORE."""
-        finish = begin_all_rows(self.final_norm(x), tp=self.context.tp, begins=self.context.begins)
+        finish = begin_all_rows(self.final_norm(x), tp=self.context.tp)
         yield
         return vocab_parallel_linear_cross_entropy(
             finish(),

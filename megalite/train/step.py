@@ -54,6 +54,7 @@ def train_step(trainer: Trainer, batches: list[Microbatch], *, lr: float, stop: 
 
 def compute_grads(trainer: Trainer, batches: list[Microbatch], *, stop: bool = False) -> StepResult:
     """The step up to the update: afterwards every shard holds its part of the unclipped gradient."""
+    trainer.runtime.begin()
     valid_tokens = count_valid_tokens(trainer, batches)
     trainer.zero.begin_step()
     losses = trainer.runtime.run(batches, loss_grad=1.0 / max(valid_tokens, 1))

@@ -4,6 +4,10 @@ Every link's input is detached, so a backward visits one link at a time: that is
 and reduced, and why no autograd hooks are needed. Full recompute is a link whose forward kept nothing but its input.
 A split backward (I, then W) puts the weight gradients of blocks off; embedding and head, which begin and end the chain,
 do theirs at once.
+
+[Note: the embedding goes first] A backward that ends with the embedding and reduces behind each link makes the weight
+gradients of the first block last: the reduction of the embedding, often the largest, is then under way meanwhile, and
+only the block's own is left for the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,17 +85,18 @@ class Chunk:
         queues = self.deferred.pop(mb)
         for position in reversed(range(len(self.links))):
             if self._is_block(position):
-                self.hooks.before_weights(position)
-                with torch.no_grad():
-                    _drain(queues[position])
+                self._weights(position, queues[position])
             if reduce != "no":
                 self.hooks.reduce(position, reduce == "last")
 
     def _backward(self, mb: int, grad: Tensor, *, split: bool, reduce: Reduce) -> Tensor | None:
         batch, kept = self.in_flight.pop(mb)
+        late = 1 if reduce != "no" and self._first_is_embedding() else None
+        if late is not None:
+            self.deferred[mb] = [[] for _ in self.links]
         for position in reversed(range(len(self.links))):
             entry = kept.pop()
-            defer = split and self._is_block(position)
+            defer = position == late or (split and self._is_block(position))
             self.hooks.before_backward(position, weights=not defer)
             output = entry.output
             if output is None:
@@ -105,9 +110,21 @@ class Chunk:
             grad = entry.input.grad if entry.input is not None else None
             del output, entry
             self.hooks.after_backward(position, weights=not defer)
-            if reduce != "no":
+            if reduce != "no" and position != late:
                 self.hooks.reduce(position, reduce == "last")
+        if late is not None:
+            self._weights(late, self.deferred.pop(mb)[late])
+            self.hooks.reduce(late, reduce == "last")
         return grad
+
+    def _weights(self, position: int, queue: list[Callable[[], object]]) -> None:
+        self.hooks.before_weights(position)
+        with torch.no_grad():
+            _drain(queue)
+
+    def _first_is_embedding(self) -> bool:
+        """See [Note: the embedding goes first]."""
+        return len(self.links) > 1 and not self._is_block(0) and self._is_block(1)
 
     def _defer(self, position: int, queue: list | None) -> None:
         """Say where the link's parameters put their gradients: see kernels/wgrad, [Note: deferred gradients]."""

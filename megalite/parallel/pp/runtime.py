@@ -83,6 +83,14 @@ class PipelineRuntime:
         self.wire = wire
         self.reduces = _completing_backwards(self.row)
         self.gathers_for_backward = _gathers_for_backward(self.row)
+        self._num_begun = 0
+
+    def begin(self) -> None:
+        """Start the gathers that the row begins with: they are on their way while a step is prepared; `run` goes on
+        behind them."""
+        while self._num_begun < len(self.row) and self.row[self._num_begun].op is Op.GATHER:
+            self._listed(self._num_begun, Pass([], 0.0, train=True))
+            self._num_begun += 1
 
     def run(self, batches: list[Microbatch], *, loss_grad: float = 0.0, train: bool = True) -> list[Tensor]:
         """Move all microbatches through; returns the loss sum of each on the last stage's rank, else [].
@@ -93,13 +101,18 @@ class PipelineRuntime:
         Communication: one message of the wire's shape per microbatch and stage boundary between ranks, each way.
         """
         state = Pass(batches, loss_grad, train)
-        for index, action in enumerate(self.row):
-            with self._span(action, "action"):
-                self._execute(index, action, state)
+        start, self._num_begun = self._num_begun, 0
+        for index in range(start, len(self.row)):
+            self._listed(index, state)
         for action, message in state.sends:
             with self._span(action, "message"):
                 message.wait()
         return [state.losses[mb] for mb in sorted(state.losses)]
+
+    def _listed(self, index: int, state: Pass) -> None:
+        action = self.row[index]
+        with self._span(action, "action"):
+            self._execute(index, action, state)
 
     def _span(self, action: Action, kind: Kind) -> AbstractContextManager[None]:
         """Records the body of a `with` while a step is traced."""

@@ -53,8 +53,8 @@ class OnItsWay:
     result: Tensor | None = None
     sent: Tensor | None = None
     """Kept until the wait."""
-    dy: Tensor | None = None
-    """Of a column layer, for its weight gradient."""
+    left: tuple[Tensor, ...] = ()
+    """What the second half leaves to the first in backward."""
 
     def gather(self, shard: Tensor, which: str) -> Tensor:
         """Start to collect all rows; they are there after the wait. Without sequence parallel they are already."""
@@ -73,10 +73,10 @@ class OnItsWay:
         self.work, self.result = start_reduce_rows(self.sent, self.tp, site=f"{self.site}.{which}")
         return self.result
 
-    def take_dy(self) -> Tensor:
-        """What the second half has left."""
-        dy, self.dy = self.dy, None
-        return dy
+    def take_left(self) -> tuple[Tensor, ...]:
+        """`left`, which is forgotten."""
+        left, self.left = self.left, ()
+        return left
 
     def wait(self) -> Tensor:
         """What was started last."""

@@ -75,22 +75,12 @@ class VocabParallelEmbedding(nn.Module):
     all-reduces.
     """
 
-    def __init__(
-        self,
-        spec: ParamSpec,
-        *,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        site: str,
-        padding: int = 0,
-        begins: bool = False,
-    ):
+    def __init__(self, spec: ParamSpec, *, tp: TensorParallel, dtype: torch.dtype, site: str, padding: int = 0):
         super().__init__()
         self.weight = empty_param(local_shape(spec, padding=padding), dtype)
         self.weight.spec = spec
         self.tp = tp
         self.site = site
-        self.begins = begins
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (M,) int64, the same on all ranks -> (M/tp, D), or (M, D) without sequence parallel."""
@@ -98,7 +88,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def begin(self, tokens: Tensor) -> Finish:
         """As `forward`, in two halves: see begun.py."""
-        if not self.begins:
+        if not self.tp.begins:
             return lambda: self(tokens)
         way = OnItsWay(without_channel(self.tp), self.site)
         own = _StartEmbedding.apply(tokens, self.weight, way)

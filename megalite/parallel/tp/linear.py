@@ -56,16 +56,13 @@ class _StartColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, layer, weight, bias, way):
-        full = way.gather(x, "forward")
-        ctx.save_for_backward(full)
         ctx.layer, ctx.weight, ctx.bias, ctx.way = layer, weight, bias, way
-        return full
+        return way.gather(x, "forward")
 
     @staticmethod
     def backward(ctx, _):
-        (full,), way = ctx.saved_tensors, ctx.way
-        grads = _column_grads(ctx, way.take_dy(), full)
-        return way.wait(), None, *grads, None
+        grads = _column_grads(ctx, *ctx.way.take_left())
+        return ctx.way.wait(), None, *grads, None
 
 
 class _FinishColumn(torch.autograd.Function):
@@ -74,6 +71,7 @@ class _FinishColumn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, full, layer, add_bias, way):
         way.wait()
+        ctx.save_for_backward(full)
         ctx.weight, ctx.way = layer.weight, way
         return F.linear(full, layer.weight, layer.bias if add_bias else None)
 
@@ -81,7 +79,7 @@ class _FinishColumn(torch.autograd.Function):
     def backward(ctx, dy):
         partial = dy.mm(ctx.weight)
         ctx.way.reduce(partial, "backward")
-        ctx.way.dy = dy
+        ctx.way.left = (dy, *ctx.saved_tensors)
         return partial, None, None, None
 
 
@@ -144,7 +142,6 @@ class _Linear(nn.Module):
     Args:
         wgrad:   an implementation of kernels.wgrad.
         overlap: the overlap backends of forward and backward.
-        begins:  `begin` starts a collective of the layer's own accord; else all happens in its second half.
     """
 
     def __init__(
@@ -158,7 +155,6 @@ class _Linear(nn.Module):
         padding: int = 0,
         wgrad=wgrad_reference,
         overlap: Passes = PLAIN,
-        begins: bool = False,
     ):
         super().__init__()
         self.weight = empty_param(local_shape(weight, padding=padding), dtype)
@@ -171,7 +167,6 @@ class _Linear(nn.Module):
         self.site = site
         self.wgrad = wgrad
         self.overlap = overlap
-        self.begins = begins
 
     def _way(self) -> OnItsWay:
         return OnItsWay(without_channel(self.tp), self.site)
@@ -195,7 +190,7 @@ class ColumnParallelLinear(_Linear):
 
     def begin(self, x: Tensor, *, add_bias: bool = True) -> Finish:
         """As `forward`, in two halves: see begun.py."""
-        if not self.begins:
+        if not self.tp.begins:
             return lambda: self(x, add_bias=add_bias)
         way = self._way()
         full = _StartColumn.apply(x, self, self.weight, self.bias if add_bias else None, way)
@@ -219,7 +214,7 @@ class RowParallelLinear(_Linear):
 
     def begin(self, x: Tensor, activation: Activation | None = None) -> Finish:
         """As `forward`, in two halves: see begun.py."""
-        if not self.begins:
+        if not self.tp.begins:
             return lambda: self(x, activation)
         way = self._way()
         own = _StartRow.apply(x, self, self.weight, activation, way)

@@ -29,7 +29,7 @@ class _AllRows(torch.autograd.Function):
         return reduce_rows(dx, ctx.tp, site=f"{SITE}.backward"), None
 
 
-def begin_all_rows(x: Tensor, *, tp: TensorParallel, begins: bool) -> Finish:
+def begin_all_rows(x: Tensor, *, tp: TensorParallel) -> Finish:
     """Every row of x, for vocab_parallel_linear_cross_entropy; in two halves, as begun.py has it.
 
     Communication: forward all-gathers x's rows (sequence parallel); backward reduce-scatters dx, or all-reduces it
@@ -37,7 +37,7 @@ def begin_all_rows(x: Tensor, *, tp: TensorParallel, begins: bool) -> Finish:
     """
     if tp.size == 1:
         return lambda: x
-    if not begins:
+    if not tp.begins:
         return lambda: _AllRows.apply(x, tp)
     way = OnItsWay(without_channel(tp), SITE)
     full = StartGather.apply(x, way)

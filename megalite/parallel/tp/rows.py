@@ -20,6 +20,8 @@ class TensorParallel:
 
     group: Group
     sequence_parallel: bool = False
+    begins: bool = False
+    """The first half of a layer starts a collective, which another part of the microbatch computes under: begun.py."""
 
     def __post_init__(self) -> None:
         if self.group.size == 1 and self.sequence_parallel:

@@ -75,7 +75,9 @@ class Choices:
     def table(self) -> str:
         """One line per site: what, and why."""
         if self.batch_parts > 1:
-            return f"every site: {self.batch_parts} parts of the batch, whole collectives of one under another's compute"
+            return (
+                f"every site: {self.batch_parts} parts of the batch, whole collectives of one under another's compute"
+            )
         choices = self.by_site.values()
         widths = [max(len(choice.site) for choice in choices), max(len(choice.what) for choice in choices)]
         lines = [f"{c.site:<{widths[0]}}  {c.what:<{widths[1]}}  {c.why}" for c in choices]
