@@ -45,8 +45,9 @@ class Overlap(Section):
 
     backend: Backend = "auto"
     """none: whole collectives before or after whole GEMMs. chunked: in parts, each under the computation of another:
-    parts of the microbatch (batch_parts), or of a linear's rows (chunks). symm: one kernel over memory that all ranks of tp can address. auto: none or chunked, by what a table of measured
-    and modelled rates predicts for the shapes at hand."""
+    parts of the microbatch (batch_parts), or of a linear's rows (chunks). symm: one kernel over memory that all ranks
+    of tp can address. auto: none or chunked rows, by what a table of measured and modelled rates predicts for the
+    shapes at hand."""
     chunks: Annotated[Positive | None, BeforeValidator(_auto)] = None
     """Of chunked: pieces in which each rank's share of a linear's rows travels, each under the GEMM of another piece.
     Default (or auto): by the same table."""
@@ -125,6 +126,6 @@ def _batch_parts(overlap: Overlap, *, split_rows: int, samples: int | None, seq_
         yield f"{told} does not divide batch.micro_batch_size={samples}; use a divisor of it, or 1"
     elif samples is not None and samples // num * seq_len % split_rows:
         yield (
-            f"{told}: the {samples // num * seq_len} rows of a part are not divisible by mesh.tp={split_rows}; use fewer "
-            "parts, or mesh.sequence_parallel=false"
+            f"{told}: the {samples // num * seq_len} rows of a part are not divisible by mesh.tp={split_rows}; use "
+            "fewer parts, or mesh.sequence_parallel=false"
         )
