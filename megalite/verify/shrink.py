@@ -1,7 +1,7 @@
 """A config's layout on a model that fits on a few CPU ranks: sizes shrink, mechanisms stay.
 
 Kept: the schedule, chunks per rank, ZeRO and recompute options, tied embeddings, the ratio of query to kv heads, kv
-heads that are replicated over tp, several heads per rank, a padded vocabulary, uneven stages, dropout. A mesh of more
+heads that are replicated over tp, several heads per rank, a padded vocabulary, uneven stages, dropout, parts of the batch. A mesh of more
 than MAX_RANKS ranks gets 2 per axis. Kernels are the references: they run on a CPU and in float64. Pure: every change
 is a line of `Shrunk.notes`.
 """
@@ -153,7 +153,8 @@ def _batch(config: Config, values: dict[str, Any]) -> dict[str, Any]:
         num = min(num, wanted)
     dp = mesh["dp"]["replicate"] * mesh["dp"]["shard"] if isinstance(mesh["dp"], dict) else mesh["dp"]
     micro, tp = min(batch.micro_batch_size, 2), mesh["tp"]
-    seq_len = batch.seq_len if batch.seq_len <= SEQ_LEN and micro * batch.seq_len % tp == 0 else -(-SEQ_LEN // tp) * tp
+    part_rows = micro // _num_parts(config) * batch.seq_len
+    seq_len = batch.seq_len if batch.seq_len <= SEQ_LEN and part_rows % tp == 0 else -(-SEQ_LEN // tp) * tp
     return {
         "global_batch_size": micro * num * dp,
         "micro_batch_size": micro,
@@ -163,14 +164,26 @@ def _batch(config: Config, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overlap(config: Config, values: dict[str, Any]) -> dict[str, Any]:
-    """Not more pieces than rows; pieces in place of symm, whose kernels need a GPU."""
-    overlap, batch = config.overlap, values["batch"]
-    rows = batch["micro_batch_size"] * batch["seq_len"] // values["mesh"]["tp"]
-    return {
+    """Not more pieces than rows; pieces in place of symm, whose kernels need a GPU; parts where there were some, and
+    none where there were none: their number is given where the default would be another."""
+    overlap, tp = config.overlap, values["mesh"]["tp"]
+    samples, seq_len = values["batch"]["micro_batch_size"], values["batch"]["seq_len"]
+    changed = {
         "backend": _on_cpu(overlap.backend),
-        "chunks": None if overlap.chunks is None else min(overlap.chunks, rows),
+        "chunks": None if overlap.chunks is None else min(overlap.chunks, samples * seq_len // tp),
         "sites": {site: _on_cpu(backend) for site, backend in overlap.sites.items()},
+        "batch_parts": None,
     }
+    default = overlap.model_copy(update=changed).num_batch_parts(
+        samples=samples, seq_len=seq_len, split_rows=tp if values["mesh"]["sequence_parallel"] else 1
+    )
+    told = overlap.batch_parts is not None or default != _num_parts(config)
+    return changed | {"batch_parts": _num_parts(config) if told else None}
+
+
+def _num_parts(config: Config) -> int:
+    """Of the small microbatch: two where there were some, which then has two sequences."""
+    return min(config.batch_parts, 2)
 
 
 def _on_cpu(backend: str) -> str:

@@ -157,3 +157,49 @@ def test_overlap_stays_but_for_what_needs_a_gpu_or_more_rows():
     assert shrunk.layout.overlap.sites == {"attention.out.forward": "chunked", "mlp.down.backward": "none"}
     assert any(note.startswith("overlap: chunks 64 -> ") for note in shrunk.notes)
     assert shrunk.device.overlap.backend == "auto"
+
+
+CHUNKED = "overlap.backend=chunked"
+EIGHT = ["batch.micro_batch_size=8", "batch.global_batch_size=null", "batch.num_microbatches=8"]
+
+
+@pytest.mark.parametrize(
+    ("micro", "overrides", "before", "after"),
+    [
+        (8, [CHUNKED], 4, 2),
+        (2, [CHUNKED], 2, 2),
+        (8, [CHUNKED, "overlap.batch_parts=8"], 8, 2),
+        (3, [CHUNKED, "overlap.batch_parts=3"], 3, 2),
+        (8, [CHUNKED, "overlap.batch_parts=1"], 1, 1),
+        (3, [CHUNKED], 1, 1),  # the small microbatch of two would get two by default
+        (1, [CHUNKED], 1, 1),
+        (8, [CHUNKED, "overlap.chunks=2"], 1, 1),
+        (8, ["overlap.backend=symm"], 1, 1),  # becomes chunked, which would get parts by default
+        (8, [CHUNKED, "mesh.sequence_parallel=false"], 4, 2),
+        (8, [], 1, 1),
+    ],
+)
+def test_parts_of_the_batch_stay_parts(micro, overrides, before, after):
+    config = load_config("llama3_70b", [*overrides, *EIGHT, f"batch.micro_batch_size={micro}"])
+    shrunk = shrink(config, "fp64")
+    assert config.batch_parts == before
+    assert shrunk.layout.batch_parts == after
+    assert shrunk.device.batch_parts == 1
+
+
+def test_the_number_of_parts_is_given_only_where_the_default_would_be_another():
+    assert small(CHUNKED, *EIGHT).overlap.batch_parts is None
+    assert small("overlap.backend=symm", *EIGHT).overlap.batch_parts == 1
+    assert small("overlap.backend=none", *EIGHT).overlap.batch_parts is None
+    shrunk = shrink(load_config("llama3_70b", [CHUNKED, "overlap.batch_parts=2", *EIGHT]), "fp64")
+    assert shrunk.layout.overlap.batch_parts == 2
+    assert not any(note.startswith("overlap") for note in shrunk.notes)
+
+
+def test_each_part_has_rows_for_every_rank():
+    layout = small(
+        CHUNKED, "mesh.tp=8", "mesh.pp=1", "mesh.dp=1", "pipeline.schedule=1f1b", "pipeline.virtual=1", *EIGHT,
+        "batch.seq_len=12",
+    )  # fmt: skip
+    assert layout.batch_parts == 2
+    assert layout.batch.seq_len == 16  # of 12 rows a part could not give 8 ranks equal shares, two parts could
