@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from megalite.batch import IGNORE
+from megalite.batch import IGNORE, Microbatch
 from megalite.comm.pieces import RowGather
 from megalite.model import gpt, stage
 from megalite.model.positions import RopeTables
@@ -22,6 +22,7 @@ from megalite.optim import norm
 from megalite.optim.optimizer import ShardOptimizer
 from megalite.parallel.pp.actions import Action, Op
 from megalite.parallel.pp.runtime import PipelineRuntime
+from megalite.parallel.tp import begun
 from megalite.parallel.tp.rows import TensorParallel
 from megalite.parallel.zero import manager
 from megalite.parallel.zero.manager import ZeroManager
@@ -32,6 +33,7 @@ from megalite.train import build, step
 VERIFY_LAYOUTS = {
     "tp2": "mesh.tp=2 model.num_layers=2",
     "tp2-chunked": "mesh.tp=2 model.num_layers=2 overlap.backend=chunked overlap.chunks=2",
+    "tp2-parts": "mesh.tp=2 model.num_layers=2 overlap.backend=chunked batch.micro_batch_size=2 model.dropout=0.1",
     "tp2-kv1": "mesh.tp=2 model.num_layers=2 model.num_kv_heads=1",
     "tp2-dropout": "mesh.tp=2 model.num_layers=2 model.dropout=0.1",
     "dp2-zero1": "mesh.dp=2 zero.stage=1 model.num_layers=2",
@@ -192,6 +194,25 @@ def dropout_of_local_samples(original):
     return lambda x, name, *, context, batch: original(x, name, context=context, batch=replace(batch, sample_start=0))
 
 
+def parts_drop_alike(original):
+    """Every part of a microbatch draws the mask of the first."""
+    return lambda self, num: [replace(part, sample_start=self.sample_start) for part in original(self, num)]
+
+
+def read_too_early(original):
+    """In backward nobody waits for a sum over tp that was begun: a rank finds there what it has put in itself."""
+
+    def start_reduce_rows(partial, tp, *, site):
+        own = partial.chunk(tp.size)[tp.rank].clone()
+        work, result = original(partial, tp, site=site)
+        if site.endswith("backward"):
+            work.wait()  # behind it the message is nobody's
+            result.copy_(own)
+        return work, result
+
+    return start_reduce_rows
+
+
 def skipped_by_rank_0_only(original):
     """A non-finite step is noticed on the rank that saw it, and the others update."""
 
@@ -310,6 +331,14 @@ MUTANTS = {
         replaced(gpt, "residual_dropout", dropout_of_local_samples),
         "dp2-zero3-dropout",
         "first difference: loss of step 1",
+    ),
+    "dropout-of-parts-alike": Mutant(
+        replaced(Microbatch, "parts", parts_drop_alike), "tp2-parts", "first difference: loss of step 1"
+    ),
+    "begun-sum-read-too-early": Mutant(
+        replaced(begun, "start_reduce_rows", read_too_early),
+        "tp2-parts",
+        "gradient of final_norm.weight (head, stage 0) of step 1",
     ),
     "weight-gradient-of-own-rows-only": Mutant(
         replaced(RowGather, "others", lambda _: lambda self: []),

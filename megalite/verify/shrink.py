@@ -1,9 +1,9 @@
 """A config's layout on a model that fits on a few CPU ranks: sizes shrink, mechanisms stay.
 
 Kept: the schedule, chunks per rank, ZeRO and recompute options, tied embeddings, the ratio of query to kv heads, kv
-heads that are replicated over tp, several heads per rank, a padded vocabulary, uneven stages, dropout, parts of the batch. A mesh of more
-than MAX_RANKS ranks gets 2 per axis. Kernels are the references: they run on a CPU and in float64. Pure: every change
-is a line of `Shrunk.notes`.
+heads that are replicated over tp, several heads per rank, a padded vocabulary, uneven stages, dropout, parts of the
+batch. A mesh of more than MAX_RANKS ranks gets 2 per axis. Kernels are the references: they run on a CPU and in
+float64. Pure: every change is a line of `Shrunk.notes`.
 """
 
 import re

@@ -152,7 +152,11 @@ PARTS_PROBLEMS = {
     "a word": (PLAIN | {"batch_parts": "two"}, {}, "overlap.batch_parts=two must be a whole number > 0"),
     "one rank": ({"backend": "none", "batch_parts": 2}, {"tp": 1}, f"{WORD} has no effect with mesh.tp=1"),
     "auto backend": ({"batch_parts": 2}, {}, f"{WORD} needs overlap.backend=chunked, but it is auto; set that, or"),
-    "not chunked": ({"backend": "none", "batch_parts": 2}, {}, f"{WORD} needs .*, but it is none; .* leave batch_parts"),
+    "not chunked": (
+        {"backend": "none", "batch_parts": 2},
+        {},
+        f"{WORD} needs .*, but it is none; .* leave batch_parts",
+    ),
     "symm": ({"backend": "symm", "batch_parts": 2}, {}, f"{WORD} needs overlap.backend=chunked, but it is symm"),
     "pieces": (
         PLAIN | {"batch_parts": 2, "chunks": 2},
