@@ -35,6 +35,16 @@ class Trainer:
     runtime: PipelineRuntime
     eval_runtime: PipelineRuntime
 
+    def close_overlap(self) -> None:
+        """End the overlap of tp layers, which all stages share, after the last step or evaluation.
+
+        Raises:
+            RuntimeError: a wait of the last step gave up; until now only its update was skipped.
+        """
+        shared = {id(link.context.overlap): link.context.overlap for stage in self.stages for link in stage.links}
+        for choices in shared.values():
+            choices.close()
+
 
 def sizes_of(config: Config) -> Sizes:
     """The mesh arithmetic of a config."""

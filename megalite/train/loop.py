@@ -43,6 +43,7 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
 
     Raises:
         ReplicaError: copies that must be equal differ (run.check_replicas_every).
+        RuntimeError: a collective of the last step failed, found when nothing is left to run; nothing is saved.
         DivergedError: MAX_SKIPPED steps in a row were skipped; weights and checkpoints are those from before them.
     """
     config = trainer.config
@@ -67,6 +68,8 @@ def run_loop(trainer: Trainer, loaders: Loaders, reporter: Reporter | None, *, s
             loss = evaluate(trainer, (loaders.valid.microbatches(i + 1) for i in range(config.run.eval_batches)))
             if reporter:
                 reporter.evaluation(step, loss)
+        if last:
+            trainer.close_overlap()  # before a save that would pass for the last step; not after an error
         if last or _due(step, config.checkpoint.every_steps):
             path = save_state(trainer, step)
             if reporter:

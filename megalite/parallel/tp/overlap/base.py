@@ -59,6 +59,14 @@ class Overlap(Protocol):
         which may run under the gather on rows that are there."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it holds, after the last call and a wait for all ranks' calls.
+
+        Raises:
+            RuntimeError: one of the last calls has failed, which may be known only now.
+        """
+        ...
+
 
 class Passes(NamedTuple):
     """The backends of one linear."""

@@ -72,6 +72,11 @@ class Choices:
             return PLAIN
         return Passes(self.by_site[f"{linear}.forward"].backend, self.by_site[f"{linear}.backward"].backend)
 
+    def close(self) -> None:
+        """Close every backend, once. Raises: see Overlap."""
+        for backend in {id(choice.backend): choice.backend for choice in self.by_site.values()}.values():
+            backend.close()
+
     def table(self) -> str:
         """One line per site: what, and why."""
         if self.batch_parts > 1:

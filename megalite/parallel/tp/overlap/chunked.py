@@ -67,6 +67,9 @@ class Chunked:
         gather.finish()
         return dx, None if shares[0] is None else torch.stack(shares).sum(0)
 
+    def close(self) -> None:
+        """See Overlap; there is nothing."""
+
     def _gather_multiply(
         self,
         x: Tensor,

@@ -48,6 +48,9 @@ class NoOverlap:
         result = meanwhile(full)
         return full.mm(weight), result
 
+    def close(self) -> None:
+        """See Overlap; there is nothing."""
+
 
 NO_OVERLAP = NoOverlap()
 PLAIN = Passes(NO_OVERLAP, NO_OVERLAP)

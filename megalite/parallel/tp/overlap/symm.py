@@ -96,11 +96,7 @@ class SymmOverlap:
         return dx, meanwhile(full)
 
     def close(self) -> None:
-        """Forget the buffers; after the last call on every rank.
-
-        Raises:
-            RuntimeError: a wait of the last calls gave up.
-        """
+        """See Overlap: forget the buffers; an error is a wait that gave up."""
         torch.get_device_module(self.heap.device).synchronize()
         self.setting.failures.check()
         self.channels.clear()
