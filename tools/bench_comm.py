@@ -6,10 +6,8 @@ are missed are printed, and the exit code is 0 all the same. Run it on an idle m
 """
 
 import argparse
-import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -18,6 +16,7 @@ from bench import comm_cases  # noqa: E402
 from bench.comm_measure import Found, measure_collectives, measure_steps  # noqa: E402
 from bench.comm_tables import numbers, report  # noqa: E402
 from bench.measure import Effort  # noqa: E402
+from bench.output import progress, publish  # noqa: E402
 from bench.rows import TINY, Work  # noqa: E402
 from bench.tables import machine  # noqa: E402
 
@@ -44,10 +43,7 @@ def main(arguments: list[str]) -> int:
     plan = comm_cases.TINY if options.tiny else comm_cases.QUICK if options.quick else comm_cases.FULL
     work = TINY if options.tiny else Work()
     effort = SMALLEST if options.tiny else QUICK if options.quick else FULL
-    where, start, found = machine(), time.monotonic(), Found()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
+    where, say, found = machine(), progress(), Found()
 
     with tempfile.TemporaryDirectory(prefix="bench_comm_") as folder:
         if "collectives" in options.only:
@@ -56,11 +52,7 @@ def main(arguments: list[str]) -> int:
             measure_steps(work, found, effort=effort, folder=Path(folder), say=say)
     say("done")
     about = {"plan": plan, "work": work, "effort": effort, "where": where}
-    print(report(found, **about, markdown=False))
-    if options.markdown:
-        options.markdown.write_text(report(found, **about, markdown=True) + "\n")
-    if options.out:
-        options.out.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
+    publish(report, numbers, of=(found,), about=about, markdown=options.markdown, json_file=options.out)
     return 1 if found.failed else 0
 
 

@@ -9,15 +9,14 @@ Run it on an idle machine: python tools/bench_train.py [--quick] [--markdown FIL
 """
 
 import argparse
-import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from bench.measure import Effort, measure  # noqa: E402
+from bench.output import progress, publish  # noqa: E402
 from bench.rows import ROWS, TINY, Work, selected  # noqa: E402
 from bench.tables import machine, numbers, report  # noqa: E402
 
@@ -47,20 +46,13 @@ def main(arguments: list[str]) -> int:
         return 2
     work = TINY if options.tiny else Work()
     effort = SMALLEST if options.tiny else QUICK if options.quick else FULL
-    where, start = machine(), time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
+    where, say = machine(), progress()
 
     with tempfile.TemporaryDirectory(prefix="bench_train_") as folder:
         found = measure(rows, work, effort=effort, folder=Path(folder), say=say)
     say("done")
     about = {"work": work, "effort": effort, "where": where}
-    print(report(rows, found, **about, markdown=False))
-    if options.markdown:
-        options.markdown.write_text(report(rows, found, **about, markdown=True) + "\n")
-    if options.json:
-        options.json.write_text(json.dumps(numbers(rows, found, **about), indent=2) + "\n")
+    publish(report, numbers, of=(rows, found), about=about, markdown=options.markdown, json_file=options.json)
     return 1 if found.failed else 0
 
 

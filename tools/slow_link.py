@@ -9,11 +9,9 @@ file, not the speed.
 """
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from bench.link_measure import WEIGHTS, measure_link  # noqa: E402
 from bench.link_rows import LinkFound  # noqa: E402
 from bench.link_tables import numbers, report  # noqa: E402
 from bench.measure import Effort  # noqa: E402
+from bench.output import progress, publish  # noqa: E402
 from bench.rows import TINY, Work  # noqa: E402
 from bench.tables import machine  # noqa: E402
 
@@ -83,10 +82,7 @@ def main(arguments: list[str]) -> int:
         return 2
     rows = link_rows.selected(options.only)
     work, effort = TINY if options.tiny else wanted_work(options), QUICK if options.quick or options.tiny else FULL
-    where, start, found = machine(), time.monotonic(), LinkFound()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
+    where, say, found = machine(), progress(), LinkFound()
 
     with tempfile.TemporaryDirectory(prefix="slow_link_") as folder:
         prepare_weights(work, Path(folder) / WEIGHTS)
@@ -94,11 +90,7 @@ def main(arguments: list[str]) -> int:
             measure_link(rows, work, found, speed=speed, effort=effort, folder=Path(folder), say=say)
     say("done")
     about = {"work": work, "effort": effort, "where": where}
-    print(report(rows, found, **about, markdown=False))
-    if options.markdown:
-        options.markdown.write_text(report(rows, found, **about, markdown=True) + "\n")
-    if options.out:
-        options.out.write_text(json.dumps(numbers(rows, found, **about), indent=2) + "\n")
+    publish(report, numbers, of=(rows, found), about=about, markdown=options.markdown, json_file=options.out)
     return 1 if found.failed else 0
 
 

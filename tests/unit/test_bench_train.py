@@ -16,6 +16,7 @@ TOOLS = str(ROOT / "tools")
 sys.path.insert(0, TOOLS)
 bench_train = __import__("bench_train")
 from bench import data, goals, job, measure, megalite_side, network, rows, tables, torch_model, torch_side  # noqa: E402
+from bench import output as bench_output  # noqa: E402
 
 while TOOLS in sys.path:
     sys.path.remove(TOOLS)
@@ -230,3 +231,25 @@ def test_a_whole_run(tmp_path):
         assert 2 * num_bytes < results["dp2-zero1", "megalite on gloo"]["wire_bytes"] < 2.3 * num_bytes
     assert page.read_text().count("| one process |") == 3
     assert [row["row"] for row in found["ratios"]] == ["one", "dp2-zero1", "2x2x2"]
+
+
+def test_a_report_is_printed_and_written_where_a_file_is_given(tmp_path, capsys):
+    def report(*found, where, markdown):
+        return f"{found} {where} {'page' if markdown else 'plain'}"
+
+    def numbers(*found, where):
+        return {where: found}
+
+    page, path = tmp_path / "a.md", tmp_path / "a.json"
+    bench_output.publish(report, numbers, of=(1, 2), about={"where": "here"}, markdown=None, json_file=None)
+    assert capsys.readouterr().out == "(1, 2) here plain\n"
+    assert list(tmp_path.iterdir()) == []
+    bench_output.publish(report, numbers, of=(3,), about={"where": "here"}, markdown=page, json_file=path)
+    assert capsys.readouterr().out == "(3,) here plain\n"
+    assert page.read_text() == "(3,) here page\n"
+    assert json.loads(path.read_text()) == {"here": [3]}
+
+
+def test_progress_goes_to_stderr_with_the_seconds(capsys):
+    bench_output.progress()("step 1")
+    assert capsys.readouterr() == ("", "[   0 s] step 1\n")
