@@ -24,7 +24,7 @@ from megalite.comm.segment import (
     this_process,
 )
 from megalite.comm.shm import ShmChannel, Tuning, segment_bytes
-from megalite.comm.threads import let_compute_go_first
+from megalite.comm.threads import let_compute_go_on
 from megalite.config.schema import Comm
 from megalite.mesh import Group, Mesh
 from megalite.observe.log import get_logger
@@ -75,8 +75,7 @@ def attach_channels(mesh: Mesh, comm: Comm, *, timeout_s: float) -> Mesh:
         )
     rows: list[_Rank] = gather_objects(_this_rank(), mesh.world.pg)
     crowded = sum(row.host == rows[mesh.rank].host for row in rows) > _num_cores()
-    if not crowded:
-        let_compute_go_first()
+    let_compute_go_on(crowded=crowded)
     if comm.cpu_backend == "gloo":
         return mesh
     groups = {getattr(mesh, name).ranks for name in WITH_COLLECTIVES if getattr(mesh, name).size > 1}

@@ -1,7 +1,8 @@
-"""gloo's threads of real ranks: batch threads where every rank has a core, as they were on crowded hosts."""
+"""Threads of real ranks: gloo's are batch threads where every rank has a core, all are on crowded hosts."""
 
 import os
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -34,30 +35,31 @@ def changed_by(call: Callable[[], object]) -> tuple[object, dict[int, tuple[str,
             os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
-def after_the_call(rank: int, world: int) -> tuple[int, int, dict]:
+def after_the_call(rank: int, world: int, crowded: bool) -> tuple[int, int, dict]:
     """The number returned, this process' id, which is its first thread's, and the policies."""
     mesh_for(Sizes(dp_shard=world))
-    return os.getpid(), *changed_by(threads.let_compute_go_first)
+    return os.getpid(), *changed_by(partial(threads.let_compute_go_on, crowded=crowded))
 
 
-def after_attaching(rank: int, world: int, num_cores: int) -> set[int]:
-    """Policies of gloo's threads once a mesh has its channels on a host of that many cores."""
+def after_attaching(rank: int, world: int, num_cores: int) -> int:
+    """The computing thread's policy once a mesh has its channels on a host of that many cores."""
     mesh = mesh_for(Sizes(dp_shard=world))
     with patch.object(attach, "_num_cores", lambda: num_cores):
         _, found = changed_by(lambda: attach.attach_channels(mesh, Comm(cpu_backend="gloo"), timeout_s=30))
-    return {policy for name, policy in found.values() if "gloo" in name}
+    return found[os.getpid()][1]
 
 
 @pytest.mark.timeout(60)
-def test_gloos_threads_become_batch_threads_and_the_computing_one_does_not():
-    for pid, num, found in run_ranks(2, after_the_call):
+@pytest.mark.parametrize("crowded", [False, True])
+def test_gloos_threads_become_batch_threads_and_the_computing_one_on_crowded_hosts(crowded):
+    for pid, num, found in run_ranks(2, after_the_call, crowded):
         batch = {thread for thread, (_, policy) in found.items() if policy == os.SCHED_BATCH}
-        assert batch == {thread for thread, (name, _) in found.items() if "gloo" in name}
+        assert batch == {thread for thread, (name, _) in found.items() if crowded or "gloo" in name}
         assert num == len(batch) > 0
-        assert found[pid][1] == os.SCHED_OTHER
+        assert (pid in batch) == crowded
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("num_cores", "policy"), [(2, "SCHED_BATCH"), (1, "SCHED_OTHER")])
-def test_only_where_every_rank_has_a_core(num_cores, policy):
-    assert run_ranks(2, after_attaching, num_cores) == [{getattr(os, policy)}] * 2
+@pytest.mark.parametrize(("num_cores", "policy"), [(2, "SCHED_OTHER"), (1, "SCHED_BATCH")])
+def test_a_host_is_crowded_with_more_ranks_than_cores(num_cores, policy):
+    assert run_ranks(2, after_attaching, num_cores) == [getattr(os, policy)] * 2

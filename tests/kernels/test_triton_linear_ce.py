@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megalite.batch import IGNORE
 from megalite.kernels.check import check_op
 from megalite.kernels.cross_entropy import triton_impl as cross_entropy_triton
-from megalite.kernels.linear_cross_entropy import chunks, linear_cross_entropy, one_pass, reference, triton_impl
+from megalite.kernels.linear_cross_entropy import chunks, kept, linear_cross_entropy, one_pass, reference, triton_impl
 from megalite.kernels.wgrad import reference as wgrad
 from megalite.kernels.wgrad import triton_impl as wgrad_triton
 from tests.kernels.triton_tools import CPU, INTERPRETED, Launches, run_slices
@@ -38,7 +38,8 @@ def plain(x, weight, targets, upstream):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Seven rows at a time, so that the last chunk is shorter."""
+    """Seven rows at a time, so that the last chunk is shorter; no logits are kept."""
+    monkeypatch.setattr(kept, "ELEMENTS", 0)
     monkeypatch.setattr(chunks, "MIN_ROWS", 7)
     monkeypatch.setattr(chunks, "CHUNK", 1)
 
@@ -145,15 +146,43 @@ def test_all_tokens_skipped(name, width):
     assert not any(t.any() for t in (loss, x.grad, weight.grad))
 
 
-@pytest.mark.parametrize("name", IMPLS)
-def test_slices_on_two_ranks_equal_the_whole(name, small_chunks):
+@pytest.mark.parametrize("main", [True, False], ids=["main_grad", "autograd"])
+def test_few_logits_are_kept_and_made_again_for_a_second_backward(main, recomputes):
+    x, weight, targets, upstream = inputs(12, 6, 11)
+    expected = plain(x, weight, targets, upstream)
+    if main:
+        weight.main_grad = torch.zeros(11, 6, dtype=torch.float64)
+    loss = linear_cross_entropy(x, weight, targets)
+    for times_made in (0, 1):
+        loss.backward(upstream, retain_graph=True)
+        assert len(recomputes) == times_made
+        found = weight.main_grad if main else weight.grad
+        for value, truth in zip((loss.detach(), x.grad, found), expected, strict=True):
+            torch.testing.assert_close(value, truth)
+        x.grad = weight.grad = None
+        if main:
+            weight.main_grad.zero_()
+
+
+def test_logits_are_kept_up_to_the_bound(monkeypatch):
+    x, weight, *_ = inputs(12, 6, 11)
+    monkeypatch.setattr(kept, "ELEMENTS", 12 * 11)
+    assert kept.pays(x, weight)
+    monkeypatch.setattr(kept, "ELEMENTS", 12 * 11 - 1)
+    assert not kept.pays(x, weight)
+
+
+@pytest.mark.parametrize("name", [*IMPLS, "kept"])
+def test_slices_on_two_ranks_equal_the_whole(name, request):
     """13 words on two ranks of 8 rows of weight; dx is a partial sum; padding must not matter."""
+    if name != "kept":
+        request.getfixturevalue("small_chunks")
     x, weight, targets, upstream = inputs(20, 6, 13, torch.float32)
     padded = torch.cat([weight.detach(), torch.full((3, 6), 50.0)])
 
     def rank_loss(rank, reduce):
         own = x.detach().clone().requires_grad_(), padded[8 * rank : 8 * rank + 8].clone().requires_grad_()
-        options = {"start": 8 * rank, "num_valid": (8, 5)[rank], "reduce": reduce, "impl": IMPLS[name]}
+        options = {"start": 8 * rank, "num_valid": (8, 5)[rank], "reduce": reduce, "impl": IMPLS.get(name, reference)}
         return *own, linear_cross_entropy(*own, targets, **options)
 
     ranks = run_slices(2, rank_loss)

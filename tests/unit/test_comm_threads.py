@@ -26,8 +26,13 @@ def calls(tmp_path: Path, monkeypatch) -> list[tuple[int, int]]:
 
 
 def test_gloos_threads_and_no_others(calls):
-    assert threads.let_compute_go_first() == 2
+    assert threads.let_compute_go_on(crowded=False) == 2
     assert sorted(calls) == [(8, os.SCHED_BATCH), (9, os.SCHED_BATCH)]
+
+
+def test_all_threads_on_a_crowded_host(calls):
+    assert threads.let_compute_go_on(crowded=True) == 5
+    assert sorted(calls) == [(task, os.SCHED_BATCH) for task in (7, 8, 9, 10, 11)]
 
 
 def test_a_refused_call_is_no_error(calls, monkeypatch):
@@ -36,17 +41,17 @@ def test_a_refused_call_is_no_error(calls, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert threads.let_compute_go_first() == 0
+    assert threads.let_compute_go_on(crowded=False) == 0
     assert len(calls) == 2
 
 
 def test_nothing_is_tried_without_the_policy(calls, monkeypatch):
     monkeypatch.delattr(os, "SCHED_BATCH")
-    assert threads.let_compute_go_first() == 0
+    assert threads.let_compute_go_on(crowded=False) == 0
     assert calls == []
 
 
 def test_nothing_is_tried_without_proc(calls, monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "TASKS", tmp_path / "missing")
-    assert threads.let_compute_go_first() == 0
+    assert threads.let_compute_go_on(crowded=False) == 0
     assert calls == []

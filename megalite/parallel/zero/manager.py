@@ -134,14 +134,18 @@ class ZeroManager:
         """Begin to gather units unless the bound has no room for them and for `reserve` bytes that other links need
         meanwhile; they are then gathered when their link runs."""
         absent = [name for name in names if self.units[name].state is State.SHARDED]
-        needed = self.live_bytes + sum(self.units[name].full_bytes for name in absent) + reserve
-        if self.policy.max_live_bytes is None or needed <= self.policy.max_live_bytes:
-            self._start(absent)
+        if self.policy.max_live_bytes is not None:
+            needed = self.live_bytes + sum(self.units[name].full_bytes for name in absent) + reserve
+            if needed > self.policy.max_live_bytes:
+                return
+        self._start(absent)
 
     def _start(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.units[name].start_gather()
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        absent = [unit for unit in map(self.units.__getitem__, names) if unit.state is State.SHARDED]
+        for unit in absent:
+            unit.start_gather()
+        if absent:
+            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def release(self, stage: int, names: Iterable[str]) -> None:
         """Undo `hold` and free the units that no other stage holds."""
