@@ -129,7 +129,7 @@ ROWS = (
         virtual=2,
         zero=3,
         reshard_after="step",
-        micro_batch_size=1,
+        micro_batch_size=2,
     ),
 )
 """reshard_after=step in 2x2x2: both sides keep gathered parameters through the step and reduce once, as torch's

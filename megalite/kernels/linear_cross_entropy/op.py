@@ -1,8 +1,8 @@
 """Cross entropy of x @ weight^T per token, without the logits.
 
 Backward makes the logits again, chunk by chunk, instead of keeping them (but few ones on CPU): one more GEMM for the
-memory of (M, columns). Autograd keeps the parameter, never its data. With `reduce`, the vocabulary's slices lie on several ranks
-and dx is this rank's partial sum.
+memory of (M, columns). Autograd keeps the parameter, never its data. With `reduce`, the vocabulary's slices lie on
+several ranks and dx is this rank's partial sum.
 Reference: Wijmans et al., arXiv:2411.09009; Hsu et al., arXiv:2410.10989, section 3.2.
 """
 

@@ -1,7 +1,7 @@
 """The head when each rank of tp holds one slice of the vocabulary: projection and cross entropy in one.
 
-Invariant: neither a full row of logits nor, beyond a few MB on CPU, the (M, Vp/tp) of this rank's slice exist; rows are gathered
-once in forward, and dx is summed once in backward, over all chunks together.
+Invariant: neither a full row of logits nor, beyond a few MB on CPU, the (M, Vp/tp) of this rank's slice exist; rows are
+gathered once in forward, and dx is summed once in backward, over all chunks together.
 """
 
 import torch

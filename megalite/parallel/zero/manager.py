@@ -144,7 +144,7 @@ class ZeroManager:
         absent = [unit for unit in map(self.units.__getitem__, names) if unit.state is State.SHARDED]
         for unit in absent:
             unit.start_gather()
-        if absent:
+        if absent or not self.peak_live_bytes:  # what is never gathered is live from the start
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def release(self, stage: int, names: Iterable[str]) -> None:
