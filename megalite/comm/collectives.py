@@ -182,12 +182,7 @@ def _swap_reduce(out: Tensor, full: Tensor, group: Group) -> Work:
 def _local(group: Group, *tensors: Tensor) -> LocalChannel | None:
     """The group's channel if it takes all of the tensors."""
     local = group.local
-    if local is None:
-        return None
-    for tensor in tensors:  # no generator: this stands in front of every call
-        if not local.takes(tensor):
-            return None
-    return local
+    return local if local is not None and all(local.takes(tensor) for tensor in tensors) else None
 
 
 def _at(site: str, call: Callable[..., None], *arguments: Any) -> Work:

@@ -10,7 +10,7 @@ from megalite.config.schema import Config, Model
 from megalite.kernels.registry import Selection, select
 from megalite.mesh import Mesh
 from megalite.observe.log import get_logger
-from megalite.parallel.tp.overlap.choose import NO_CHOICES, Choices, Linear, choose, choose_parts, transport_of
+from megalite.parallel.tp.overlap.choose import NO_CHOICES, Choices, Linear, choose, transport_of
 from megalite.parallel.tp.overlap.symm import open_symm
 from megalite.parallel.tp.rows import TensorParallel
 
@@ -96,15 +96,18 @@ def model_context(config: Config, mesh: Mesh) -> ModelContext:
 
 def _overlap(config: Config, mesh: Mesh, context: ModelContext) -> Choices:
     rows = config.batch.micro_batch_size * config.batch.seq_len
-    choices = choose_parts(config.batch_parts) or choose(
-        config.overlap,
-        block_linears(context),
-        rows=rows,
-        dtype=context.dtype,
-        tp=context.tp,
-        transport=transport_of(context.tp, mesh.device),
-        symm=lambda: open_symm(mesh.tp, device=mesh.device, dtype=context.dtype, timeout_s=config.run.timeout_s),
-    )
+    if config.batch_parts > 1:
+        choices = Choices(batch_parts=config.batch_parts)
+    else:
+        choices = choose(
+            config.overlap,
+            block_linears(context),
+            rows=rows,
+            dtype=context.dtype,
+            tp=context.tp,
+            transport=transport_of(context.tp, mesh.device),
+            symm=lambda: open_symm(mesh.tp, device=mesh.device, dtype=context.dtype, timeout_s=config.run.timeout_s),
+        )
     if context.tp.size > 1:
         get_logger().info("overlap of %d rows:\n  %s", rows, choices.table().replace("\n", "\n  "))
     return choices

@@ -38,11 +38,6 @@ def in_turns(parts: Sequence[Steps]) -> list[Tensor]:
     return results
 
 
-def without_channel(tp: TensorParallel) -> TensorParallel:
-    """The same ranks by way of their process group: under a call of a local channel nothing can run."""
-    return replace(tp, group=replace(tp.group, local=None))
-
-
 @dataclass
 class OnItsWay:
     """What the halves of one collective share: the first in forward is the last in backward."""
@@ -83,6 +78,12 @@ class OnItsWay:
         self.work.wait()
         result, self.work, self.result, self.sent = self.result, None, None, None
         return result
+
+
+def way_of(tp: TensorParallel, site: str) -> OnItsWay:
+    """For one collective of the group; for parts that take turns by its process group, since nothing can run under a
+    call of a local channel."""
+    return OnItsWay(replace(tp, group=replace(tp.group, local=None)) if tp.begins else tp, site)
 
 
 class StartGather(torch.autograd.Function):

@@ -11,25 +11,9 @@ from torch import Tensor, nn
 
 from megalite.kernels.wgrad import accumulate_rows
 from megalite.parallel.spec import ParamSpec
-from megalite.parallel.tp.begun import Finish, FinishReduce, OnItsWay, without_channel
-from megalite.parallel.tp.rows import TensorParallel, empty_param, gather_rows, reduce_rows
+from megalite.parallel.tp.begun import Finish, FinishReduce, way_of
+from megalite.parallel.tp.rows import TensorParallel, empty_param
 from megalite.parallel.tp.specs import local_shape
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tokens, weight, tp, site):
-        ctx.save_for_backward(tokens)
-        ctx.weight, ctx.tp, ctx.site = weight, tp, site
-        if tp.size == 1:
-            return F.embedding(tokens, weight)
-        return reduce_rows(_partial(tokens, weight, tp), tp, site=f"{site}.forward")
-
-    @staticmethod
-    def backward(ctx, dy):
-        (tokens,) = ctx.saved_tensors
-        full = gather_rows(dy, ctx.tp, site=f"{ctx.site}.backward")
-        return None, _add_rows(ctx.weight, tokens, full, ctx.tp), None, None
 
 
 class _StartEmbedding(torch.autograd.Function):
@@ -49,6 +33,8 @@ class _StartEmbedding(torch.autograd.Function):
 
 def _partial(tokens: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     """Rows of this rank's tokens, zeros for the others'."""
+    if tp.size == 1:
+        return F.embedding(tokens, weight)
     local, outside = _local(tokens, weight, tp)
     return F.embedding(local, weight).masked_fill_(outside, 0.0)
 
@@ -84,13 +70,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (M,) int64, the same on all ranks -> (M/tp, D), or (M, D) without sequence parallel."""
-        return _Embedding.apply(tokens, self.weight, self.tp, self.site)
+        return self.begin(tokens)()
 
     def begin(self, tokens: Tensor) -> Finish:
         """As `forward`, in two halves: see begun.py."""
-        if not self.tp.begins:
-            return lambda: self(tokens)
-        way = OnItsWay(without_channel(self.tp), self.site)
+        way = way_of(self.tp, self.site)
         own = _StartEmbedding.apply(tokens, self.weight, way)
         return lambda: FinishReduce.apply(own, None, way)
 

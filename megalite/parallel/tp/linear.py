@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.kernels.wgrad import accumulate_bias, accumulate_wgrad
 from megalite.kernels.wgrad import reference as wgrad_reference
 from megalite.parallel.spec import ParamSpec
-from megalite.parallel.tp.begun import Finish, FinishReduce, OnItsWay, without_channel
+from megalite.parallel.tp.begun import Finish, FinishReduce, way_of
 from megalite.parallel.tp.overlap.base import ALL_ROWS, Passes
 from megalite.parallel.tp.overlap.none import PLAIN
 from megalite.parallel.tp.rows import TensorParallel, empty_param
@@ -168,9 +168,6 @@ class _Linear(nn.Module):
         self.wgrad = wgrad
         self.overlap = overlap
 
-    def _way(self) -> OnItsWay:
-        return OnItsWay(without_channel(self.tp), self.site)
-
 
 class ColumnParallelLinear(_Linear):
     """y = x W^T + b with the rows of W and b sharded over tp (several logical tensors may be stacked in W).
@@ -192,7 +189,7 @@ class ColumnParallelLinear(_Linear):
         """As `forward`, in two halves: see begun.py."""
         if not self.tp.begins:
             return lambda: self(x, add_bias=add_bias)
-        way = self._way()
+        way = way_of(self.tp, self.site)
         full = _StartColumn.apply(x, self, self.weight, self.bias if add_bias else None, way)
         return lambda: _FinishColumn.apply(full, self, add_bias, way)
 
@@ -216,6 +213,6 @@ class RowParallelLinear(_Linear):
         """As `forward`, in two halves: see begun.py."""
         if not self.tp.begins:
             return lambda: self(x, activation)
-        way = self._way()
+        way = way_of(self.tp, self.site)
         own = _StartRow.apply(x, self, self.weight, activation, way)
         return lambda: FinishReduce.apply(own, self.bias, way)

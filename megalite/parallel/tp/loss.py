@@ -4,29 +4,15 @@ Invariant: neither a full row of logits nor, beyond a few MB on CPU, the (M, Vp/
 gathered once in forward, and dx is summed once in backward, over all chunks together.
 """
 
-import torch
 from torch import Tensor
 
 from megalite.comm.collectives import all_reduce
 from megalite.kernels.cross_entropy import alone
 from megalite.kernels.linear_cross_entropy import linear_cross_entropy
-from megalite.parallel.tp.begun import Finish, FinishGather, OnItsWay, StartGather, without_channel
-from megalite.parallel.tp.rows import TensorParallel, gather_rows, reduce_rows
+from megalite.parallel.tp.begun import Finish, FinishGather, StartGather, way_of
+from megalite.parallel.tp.rows import TensorParallel
 
 SITE = "head"
-
-
-class _AllRows(torch.autograd.Function):
-    """Every row, for a layer whose dx is a partial sum on each rank."""
-
-    @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        return gather_rows(x, tp, site=f"{SITE}.forward")
-
-    @staticmethod
-    def backward(ctx, dx):
-        return reduce_rows(dx, ctx.tp, site=f"{SITE}.backward"), None
 
 
 def begin_all_rows(x: Tensor, *, tp: TensorParallel) -> Finish:
@@ -37,9 +23,7 @@ def begin_all_rows(x: Tensor, *, tp: TensorParallel) -> Finish:
     """
     if tp.size == 1:
         return lambda: x
-    if not tp.begins:
-        return lambda: _AllRows.apply(x, tp)
-    way = OnItsWay(without_channel(tp), SITE)
+    way = way_of(tp, SITE)
     full = StartGather.apply(x, way)
     return lambda: FinishGather.apply(full, way)
 

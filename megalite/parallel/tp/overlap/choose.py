@@ -93,11 +93,6 @@ NO_CHOICES = Choices()
 """`none` everywhere."""
 
 
-def choose_parts(batch_parts: int) -> Choices | None:
-    """The one choice there is with several parts of the batch."""
-    return Choices(batch_parts=batch_parts) if batch_parts > 1 else None
-
-
 def choose(
     wanted: Wanted,
     linears: list[Linear],
