@@ -19,8 +19,14 @@ def started_by_launch(env: Mapping[str, str]) -> bool:
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:
-    """Have the kernel kill this rank when its launcher dies, also by kill -9 (Linux)."""
-    if started_by_launch(env) and sys.platform == "linux":
+    """Have the kernel kill this rank when its launcher dies, also by kill -9."""
+    if started_by_launch(env):
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux)."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -74,6 +74,7 @@ def test_every_case_divides_by_its_ranks():
 def step(label: str, block_s: list[float], traffic=None):
     """A contestant of the training step."""
     values = {"tokens_per_s": 100.0, "cpu_s": 2.0, "wire_bytes": 285e6, "peak_rss_bytes": (1, 2), "losses": [1.0]}
+    values["block_cpu_s"] = block_s
     return measure.Result("tp2", label, ours=True, block_s=block_s, traffic=traffic, **values)
 
 

@@ -97,6 +97,22 @@ def test_a_failing_rank_is_named_with_its_log(tmp_path, monkeypatch):
     assert not any(process.is_alive() for process in ranks.processes)
 
 
+@pytest.mark.timeout(200)
+def test_ranks_are_stopped_between_commands(tmp_path, monkeypatch, weights):
+    monkeypatch.syspath_prepend(TOOLS)  # for the rank
+    with job.Job(rows.MEGALITE, ONE, rows.TINY, weights=weights, logs=tmp_path, counted=False) as running:
+        assert state(running.ranks.pid) == "T"
+        assert len(running.run(0, 1).losses) == 1
+        assert state(running.ranks.pid) == "T"
+        ranks = running.ranks.processes
+    assert all(process.exitcode == 0 for process in ranks)
+
+
+def state(pid):
+    """T: stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 def test_a_failed_row_does_not_stop_the_others(tmp_path, monkeypatch):
     def fails(row, jobs, work, effort):
         if row.world_size == 1:
@@ -125,6 +141,7 @@ def result(row, label, *, ours=False, **changes):
         "peak_rss_bytes": (10**8, 10**8),
         "losses": [1.0, 2.0],
         "block_s": [1.0, 1.0],
+        "block_cpu_s": [2.0, 2.2],
     }
     return measure.Result(row=row, label=label, ours=ours, **(values | changes))
 
@@ -149,7 +166,7 @@ def test_ratios_above_one_are_in_our_favour():
 
 def cube(**changes):
     """Results of one process and of 8 ranks, with shared memory and without."""
-    ours = {"tokens_per_s": 180.0, "block_s": [0.5, 0.6], "cpu_s": 2.5, "traffic": {"tp all_gather": 3e8}}
+    ours = {"tokens_per_s": 180.0, "block_s": [0.5, 0.6], "block_cpu_s": [2.5, 2.75], "traffic": {"tp all_gather": 3e8}}
     return measure.Measured(
         results=[
             result("one", "megalite", ours=True),
@@ -157,6 +174,7 @@ def cube(**changes):
             result("2x2x2", "megalite", ours=True, **(ours | {"wire_bytes": 1e7} | changes)),
             result("2x2x2", "megalite on gloo", ours=True, **(ours | {"wire_bytes": 3.1e8, "block_s": [0.8, 0.8]})),
             result("2x2x2", "torch", wire_bytes=6e8),
+            result("2x2x2", rows.ONE_PROCESS.label, tokens_per_s=300.0, peak_rss_bytes=(1, 1)),
             result("tp2", "megalite", ours=True, wire_bytes=1e6, traffic={"tp all_gather": 2.85e8}),
             result("tp2", "megalite on gloo", ours=True, wire_bytes=2.9e8, traffic={"tp all_gather": 2.85e8}),
             result("tp2", "torch", wire_bytes=4e8),
@@ -191,11 +209,19 @@ def test_goals_are_judged():
         ("tp2", "wire bytes"): False, ("2x2x2", "tokens/s"): True, ("2x2x2", "peak RSS"): True,
         ("2x2x2", "CPU s"): True,
     }  # fmt: skip
-    slow = judged(cube(block_s=[0.6, 0.6], cpu_s=2.6, peak_rss_bytes=(1, 10**9)))
+    slow = judged(cube(block_s=[0.6, 0.6], block_cpu_s=[2.54, 2.82], peak_rss_bytes=(1, 10**9)))
     assert not any(slow["2x2x2", goal] for goal in ("tokens/s", "peak RSS", "CPU s"))
     assert goals.verdicts(tables.ratios(chosen, cube()), cube(), rows.TINY) == []
     report = tables.report(chosen, cube(), work=rows.Work(), effort=EFFORT, where=tables.machine(), markdown=False)
     assert "MISSED" in report
+
+
+def test_one_process_beside_eight():
+    row = rows.selected(["2x2x2"])[-1]
+    alone = row.of(rows.ONE_PROCESS)
+    assert alone == replace(ONE, name="2x2x2")
+    assert [c.label for c in row.contestants].count(rows.ONE_PROCESS.label) == 1
+    assert row.of(rows.MEGALITE) is row
 
 
 def test_which_rows_run_on_gloo_too():

@@ -39,8 +39,7 @@ def measure_collectives(plan: Plan, found: Found, *, folder: Path, say: Callable
             if missing := ranks.answers(START_LIMIT_S)[0]:
                 found.missing[size] = missing
             for case in plan.cases(size):
-                ranks.tell(case)
-                found.timings.append(merged(case, ranks.answers(CASE_LIMIT_S)))
+                found.timings.append(merged(case, ranks.ask(case, CASE_LIMIT_S)))
             ranks.end(polite=True)
         except JobError as error:
             found.failed.append(f"collectives on {size} ranks: {error}")

@@ -2,13 +2,16 @@
 
 It imports no torch: the ranks import this module again, and shall hold nothing but their own side.
 
-Invariant: between two commands all ranks sleep on their pipes, so another contestant can be measured meanwhile. Every
-wait has a limit; the first rank that fails is reported with its log, and the others are ended.
+Invariant: between two commands all ranks are stopped, so another contestant can be measured meanwhile. Every wait has a
+limit; the first rank that fails is reported with its log, and the others are ended.
+
+[Note: stopped ranks] Ranks that only slept would go on to cost time: each gloo group has a thread that wakes 100 times a
+second, which for two contestants of eight ranks was more than a tenth of this machine's two cores.
 """
 
 import importlib
 import os
-import statistics
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +25,7 @@ from typing import Any
 
 from bench import network
 from bench.rows import Contestant, Row, Work
+from megalite.launch.child import end_with_parent
 
 START_LIMIT_S, BLOCK_LIMIT_S, END_LIMIT_S = 400.0, 600.0, 20.0
 
@@ -45,18 +49,13 @@ class Block:
     traffic: dict[str, float] | None = None
     """Payload bytes per step over all ranks by `axis op`, where the contestant keeps an account."""
 
-    @property
-    def median_s(self) -> float:
-        """Seconds per step."""
-        return statistics.median(self.wall_s)
-
 
 class Job:
     """A contestant's ranks. Use as a context; `run` when `__enter__` is through."""
 
     def __init__(self, contestant: Contestant, row: Row, work: Work, *, weights: str, logs: Path, counted: bool):
-        self.row, self.contestant, self.counted = row, contestant, counted
-        self.calls = [("serve", contestant, row, work, weights)] * row.world_size
+        self.row, self.contestant, self.counted = row.of(contestant), contestant, counted
+        self.calls = [("serve", contestant, self.row, work, weights)] * self.row.world_size
         self.log = logs / f"{row.name}-{contestant.label.replace(' ', '_')}.log"
 
     def __enter__(self) -> "Job":
@@ -71,8 +70,7 @@ class Job:
     def run(self, first: int, number: int) -> Block:
         """Train on steps first, first + 1, ..."""
         before = network.sent_bytes(self.ranks.pid) if self.counted else 0
-        self.ranks.tell((first, number))
-        done = self.ranks.answers(BLOCK_LIMIT_S)
+        done = self.ranks.ask((first, number), BLOCK_LIMIT_S)
         if self.counted:
             wire = (network.sent_bytes(self.ranks.pid) - before) / number
         else:
@@ -133,13 +131,28 @@ class Ranks:
         """Of the first rank."""
         return self.processes[0].pid
 
-    def tell(self, command: Any) -> None:
-        """Send a command to every rank."""
+    def ask(self, command: Any, limit_s: float) -> list[Any]:
+        """Send a command to every rank; one answer of each, in rank order.
+
+        Raises:
+            JobError: as answers().
+        """
+        self._tell(command)
+        return self.answers(limit_s)
+
+    def _tell(self, command: Any) -> None:
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send(command)
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
     def answers(self, limit_s: float) -> list[Any]:
-        """One answer of each rank, in rank order.
+        """What each rank says next, in rank order (`ready` after the start); then all are stopped until the next
+        command, see [Note: stopped ranks].
 
         Raises:
             JobError: a rank failed or ended, or the limit passed; the ranks are ended.
@@ -159,6 +172,7 @@ class Ranks:
                     self._fail(f"rank {rank} ended")
                 if isinstance(answers[rank], _Failure):
                     self._fail(f"rank {rank}: {answers[rank].text}")
+        self._signal(signal.SIGSTOP)
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def _fail(self, text: str) -> None:
@@ -169,7 +183,7 @@ class Ranks:
     def end(self, *, polite: bool) -> None:
         """Ask the ranks to end, and end those that do not."""
         if polite:
-            self.tell(None)
+            self._tell(None)
         for process in self.processes:
             process.join(END_LIMIT_S if polite else 0)
             if process.is_alive():
@@ -206,6 +220,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _main(pipe, environment: dict[str, str], log: str, call: tuple) -> None:
     """A rank: everything it prints goes to the log. The environment is set before torch is imported."""
+    end_with_parent()
     os.environ.update(environment)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, sys.stdout.fileno())

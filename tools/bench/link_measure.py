@@ -1,6 +1,6 @@
 """Measures rows of bench/link_rows.py behind one slow link; contestants take turns, round by round.
 
-Invariant: ranks sleep on their pipes unless it is their turn, so the link and the cores are one contestant's at a time.
+Invariant: ranks are stopped unless it is their turn, so the link and the cores are one contestant's at a time.
 """
 
 from collections.abc import Callable
@@ -44,16 +44,14 @@ class LinkJob:
     def steps(self, number: int) -> None:
         """Train; the bytes are those of the rank that sends most."""
         before = self._sent()
-        self.ranks.tell(("step", self.next_step, number))
-        done = self.ranks.answers(BLOCK_LIMIT_S)
+        done = self.ranks.ask(("step", self.next_step, number), BLOCK_LIMIT_S)
         self.next_step += number
         self.sent_bytes = max(b - a for a, b in zip(before, self._sent(), strict=True)) / number
         self.step_s += [max(times) for times in zip(*(rank.wall_s for rank in done), strict=True)]
 
     def comm(self, number: int) -> None:
         """The collectives alone."""
-        self.ranks.tell(("comm", number))
-        done = self.ranks.answers(BLOCK_LIMIT_S)
+        done = self.ranks.ask(("comm", number), BLOCK_LIMIT_S)
         self.comm_s += [max(times) for times in zip(*done, strict=True)]
 
     def _sent(self) -> list[int]:

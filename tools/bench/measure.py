@@ -40,6 +40,8 @@ class Result:
     losses: list[float]
     block_s: list[float]
     """Seconds per step, a median for each round."""
+    block_cpu_s: list[float]
+    """CPU seconds per step, likewise."""
     loss_difference: float = 0.0
     traffic: dict[str, float] | None = None
     """Payload bytes per step over all ranks by `axis op`, by the contestant's own account."""
@@ -147,7 +149,8 @@ def summed_up(row: Row, contestant: Contestant, work: Work, *, blocks: list[Bloc
         wire_bytes=None if None in wire else statistics.median(wire),
         peak_rss_bytes=(min(peaks), max(peaks)),
         losses=[loss for block in (warm, *blocks) for loss in block.losses],
-        block_s=[block.median_s for block in blocks],
+        block_s=[statistics.median(block.wall_s) for block in blocks],
+        block_cpu_s=[statistics.median(block.cpu_s) for block in blocks],
         traffic=blocks[-1].traffic,
     )
 

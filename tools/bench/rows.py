@@ -4,7 +4,7 @@ Invariant: all contestants of a row train the same weights on the same tokens in
 exception: DDP, which shards nothing, also stands in the ZeRO-1 row, since it is what torch offers at those bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Contestant:
     label: str
     side: str
     variant: str = ""
+    alone: bool = False
+    """In one process, whatever the row's layout is."""
 
     @property
     def ours(self) -> bool:
@@ -77,6 +79,8 @@ class Row:
     zero: int = 0
     reshard_after: str = "forward"
     micro_batch_size: int = 16
+    beside: tuple[Contestant, ...] = ()
+    """Take turns too and are compared with, but are no opponents."""
 
     @property
     def world_size(self) -> int:
@@ -86,7 +90,11 @@ class Row:
     @property
     def contestants(self) -> tuple[Contestant, ...]:
         """megalite first; on gloo too where there are collectives (messages between stages are gloo's anyway)."""
-        return (MEGALITE, *([MEGALITE_GLOO] if self.dp * self.tp > 1 else []), *self.opponents)
+        return (MEGALITE, *([MEGALITE_GLOO] if self.dp * self.tp > 1 else []), *self.opponents, *self.beside)
+
+    def of(self, contestant: Contestant) -> "Row":
+        """The layout that a contestant runs."""
+        return replace(ROWS[0], name=self.name) if contestant.alone else self
 
 
 def _torch(label: str, variant: str = "") -> Contestant:
@@ -100,6 +108,7 @@ def _deepspeed(stage: int) -> Contestant:
 FSDP = _torch("FSDP2", "fsdp")
 DDP = _torch("DDP (ZeRO-0)", "ddp")
 DDP_ZERO = _torch("DDP + ZeroRedundancyOptimizer", "ddp_zero")
+ONE_PROCESS = Contestant("torch in one process", "torch_side", alone=True)
 
 ROWS = (
     Row("one", "one process", (_torch(""),)),
@@ -130,6 +139,7 @@ ROWS = (
         zero=3,
         reshard_after="step",
         micro_batch_size=2,
+        beside=(ONE_PROCESS,),
     ),
 )
 """reshard_after=step in 2x2x2: both sides keep gathered parameters through the step and reduce once, as torch's

@@ -56,7 +56,8 @@ def ratios(rows: list[Row], found: Measured) -> list[dict]:
     for row in rows:
         own = [r for r in found.results if r.row == row.name]
         ours = [r for r in own if r.ours]
-        opponents = [r for r in own if not r.ours]
+        beside = {c.label for c in row.beside}
+        opponents = [r for r in own if not r.ours and r.label not in beside]
         if ours and opponents:
             table.append({"row": row.name, "title": row.title} | _columns(ours, opponents))
     return table
