@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megalite.gloo import backend_of_new_groups
 from megalite.observe.ledger import Ledger
 
 
@@ -25,8 +26,8 @@ class LocalChannel(Protocol):
     RuntimeError that names the global rank at fault, within the group's time limit.
     """
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether calls with such a tensor can go this way; from its kind alone, so alike on all ranks."""
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether a call with such tensors can go this way; from their kind alone, so alike on all ranks."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """In place; op is sum, max or min."""
@@ -55,11 +56,11 @@ class Group:
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """A faster way than `pg` for collectives; None without one."""
+    size: int = field(init=False, compare=False, repr=False)
+    """Number of ranks."""
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,12 @@ def build_mesh(sizes: Sizes, *, device: torch.device, timeout_s: float, kv_repli
 def _own_group(name: str, rows: list[tuple[int, ...]], rank: int, timeout_s: float, ledger: Ledger) -> Group:
     axis = "pp" if name == "pp_backward" else name
     own = next((row for row in rows if rank in row), (rank,))  # middle pipeline ranks are in no tied group
-    pg = None
+    pg, timeout = None, timedelta(seconds=timeout_s)
     for row in rows:
         if len(row) > 1:  # every rank takes part in the making of every group
-            made = dist.new_group(list(row), timeout=timedelta(seconds=timeout_s), group_desc=f"{name}{row}")
+            made = dist.new_group(
+                list(row), timeout=timeout, backend=backend_of_new_groups(), group_desc=f"{name}{row}"
+            )
             pg = made if row == own else pg
     return Group(axis, own, own.index(rank), pg, ledger)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.comm.swap import Swap, can_swap
-from megalite.mesh import Group, LocalChannel
+from megalite.mesh import Group
 
 Op = Literal["sum", "max", "min"]
 # torch 2.13 deprecates the older names, torch 2.11 has only those
@@ -58,6 +58,10 @@ class Work:
                 finish()
 
 
+DONE = Work()
+"""Of a call that is through when it returns."""
+
+
 def _traced(collective: Callable[..., Work]) -> Callable[..., Work]:
     """The collective; what it started knows its name, and in a traced step the time is recorded that the call blocks
     for."""
@@ -65,14 +69,14 @@ def _traced(collective: Callable[..., Work]) -> Callable[..., Work]:
 
     @wraps(collective)
     def call(*args, site: str = "", **kwargs) -> Work:
-        group = args[at]
-        name = site or collective.__name__
+        group, name = args[at], site or collective.__name__
         if group.ledger.spans is None:
             work = collective(*args, site=site, **kwargs)
         else:
             with _span(group, name):
                 work = collective(*args, site=site, **kwargs)
-        work.group, work.name, work.in_stream = group, name, args[0].device.type != "cpu"
+        if work is not DONE:
+            work.group, work.name, work.in_stream = group, name, args[0].device.type != "cpu"
         return work
 
     return call
@@ -90,10 +94,10 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum", site: str = "", 
     Communication: sends 2 * (W-1)/W of the tensor's bytes.
     """
     if group.size == 1 or tensor.numel() == 0:
-        return Work()
+        return DONE
     group.ledger.record(group.axis, "all_reduce", site, 2 * (group.size - 1) * tensor.nbytes // group.size)
-    if (local := _local(group, tensor)) is not None:
-        return _at(site, local.all_reduce, tensor, op)
+    if _locally("all_reduce", group, site, (tensor,), op):
+        return DONE
     handle = dist.all_reduce(tensor, op=_OPS[op], group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
 
@@ -107,10 +111,10 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", asyn
     if group.size == 1:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
-        return Work()
+        return DONE
     group.ledger.record(group.axis, "all_gather", site, (group.size - 1) * shard.nbytes)
-    if (local := _local(group, out, shard)) is not None:
-        return _at(site, local.all_gather, out, shard)
+    if _locally("all_gather", group, site, (out, shard)):
+        return DONE
     if can_swap(group, shard):
         return _started(_swap_gather(out, shard, group), async_op)
     handle = _all_gather_single(out, shard, group=group.pg, async_op=True)
@@ -128,10 +132,10 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
     if group.size == 1:
         if out.data_ptr() != full.data_ptr():
             out.copy_(full)
-        return Work()
+        return DONE
     group.ledger.record(group.axis, "reduce_scatter", site, (group.size - 1) * out.nbytes)
-    if (local := _local(group, out, full)) is not None:
-        return _at(site, local.reduce_scatter, out, full)
+    if _locally("reduce_scatter", group, site, (out, full)):
+        return DONE
     if full.device.type != "cpu":
         handle = _reduce_scatter_single(out, full, group=group.pg, async_op=True)
         return _started(Work(handle), async_op)
@@ -153,11 +157,11 @@ def broadcast(tensor: Tensor, group: Group, *, root: int = 0, site: str = "", as
     Communication: the root sends the tensor's bytes (W-1) times.
     """
     if group.size == 1 or tensor.numel() == 0:
-        return Work()
+        return DONE
     sent = (group.size - 1) * tensor.nbytes if group.rank == root else 0
     group.ledger.record(group.axis, "broadcast", site, sent)
-    if (local := _local(group, tensor)) is not None:
-        return _at(site, local.broadcast, tensor, root)
+    if _locally("broadcast", group, site, (tensor,), root):
+        return DONE
     handle = dist.broadcast(tensor, group.ranks[root], group=group.pg, async_op=True)
     return _started(Work(handle), async_op)
 
@@ -179,20 +183,18 @@ def _swap_reduce(out: Tensor, full: Tensor, group: Group) -> Work:
     return Work(swap, lambda: torch.add(parts[group.rank], received, out=out))
 
 
-def _local(group: Group, *tensors: Tensor) -> LocalChannel | None:
-    """The group's channel if it takes all of the tensors."""
+def _locally(op: str, group: Group, site: str, tensors: tuple[Tensor, ...], *arguments: Any) -> bool:
+    """Make the call through the group's channel if there is one that takes the tensors; a failure says at which call
+    site."""
     local = group.local
-    return local if local is not None and all(local.takes(tensor) for tensor in tensors) else None
-
-
-def _at(site: str, call: Callable[..., None], *arguments: Any) -> Work:
-    """Make a call of a channel; a failure says at which call site."""
+    if local is None or not local.takes(*tensors):
+        return False
     try:
-        call(*arguments)
+        getattr(local, op)(*tensors, *arguments)
     except RuntimeError as error:
         error.add_note(f"at call site {site or '(unnamed)'}")
         raise
-    return Work()
+    return True
 
 
 def _started(work: Work, async_op: bool) -> Work:

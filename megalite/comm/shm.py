@@ -73,9 +73,12 @@ class ShmChannel:
             tuning.first_chunk,
         )
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether a call with such a tensor goes this way."""
-        return tensor.dtype in ELEMENTS and tensor.device.type == "cpu" and tensor.is_contiguous()
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether a call with such tensors goes this way."""
+        for tensor in tensors:
+            if tensor.dtype not in ELEMENTS or not tensor.is_cpu or not tensor.is_contiguous():
+                return False
+        return True
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Reduce in place over the group.

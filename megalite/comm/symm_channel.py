@@ -105,9 +105,9 @@ class SymmChannel:
             flags=[flags.data_ptr() for flags in buffer.peer_flags],
         )
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether the kernels can work on it; the others go through the process group."""
-        return tensor.dtype in FORMATS and tensor.device.type == self._device.type and tensor.is_contiguous()
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the kernels can work on them; the others go through the process group."""
+        return all(t.dtype in FORMATS and t.device.type == self._device.type and t.is_contiguous() for t in tensors)
 
     def kind(self, num_bytes: int, op: Op) -> str:
         """Which all-reduce such a tensor gets: one_shot, two_shot or multimem; the same on all ranks."""

@@ -63,3 +63,15 @@ def test_gloos_threads_become_batch_threads_and_the_computing_one_on_crowded_hos
 @pytest.mark.parametrize(("num_cores", "policy"), [(2, "SCHED_OTHER"), (1, "SCHED_BATCH")])
 def test_a_host_is_crowded_with_more_ranks_than_cores(num_cores, policy):
     assert run_ranks(2, after_attaching, num_cores) == [getattr(os, policy)] * 2
+
+
+def num_loops(rank: int, world: int) -> tuple[int, int]:
+    """gloo's threads that move messages, and the groups that this rank is in besides the default one."""
+    mesh = mesh_for(Sizes(pp=2, dp_shard=2))
+    groups = {getattr(mesh, name).pg for name in ("world", "pp", "pp_backward", "dp", "dp_shard")}
+    return sum("gloo_tcp_loop" in name for name, _ in policies().values()), len(groups - {None})
+
+
+@pytest.mark.timeout(60)
+def test_all_groups_of_a_rank_share_one_thread_that_moves_messages():
+    assert run_ranks(4, num_loops) == [(1, 5)] * 4

@@ -19,7 +19,7 @@ LAYERS = [
     ["parallel.spec", "batch"],
     ["mesh"],
     ["config"],
-    ["observe", "native"],
+    ["observe", "native", "gloo"],
 ]
 """Rows from the top; a name is a module or package of megalite."""
 

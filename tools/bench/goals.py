@@ -68,4 +68,3 @@ def _cpu(found: Measured) -> list[Verdict]:
         return []
     ratio = statistics.median(a / b for a, b in zip(cube[MEGALITE.label], cube[ONE_PROCESS.label], strict=True))
     return [Verdict(CUBE, f"CPU s at most {CUBE_CPU:.2f}x of one process", f"{ratio:.2f}x", ratio <= CUBE_CPU)]
-

@@ -5,7 +5,7 @@ It imports no torch: the ranks import this module again, and shall hold nothing 
 Invariant: between two commands all ranks are stopped, so another contestant can be measured meanwhile. Every wait has a
 limit; the first rank that fails is reported with its log, and the others are ended.
 
-[Note: stopped ranks] Ranks that only slept would go on to cost time: each gloo group has a thread that wakes 100 times a
+[Note: stopped ranks] Ranks that only slept would go on to cost time: a gloo group has a thread that wakes 100 times a
 second, which for two contestants of eight ranks was more than a tenth of this machine's two cores.
 """
 

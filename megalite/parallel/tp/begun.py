@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import Work, all_gather
+from megalite.comm.collectives import DONE, Work, all_gather
 from megalite.kernels.wgrad import accumulate_bias
 from megalite.parallel.tp.rows import TensorParallel, start_reduce_rows
 
@@ -55,7 +55,7 @@ class OnItsWay:
         """Start to collect all rows; they are there after the wait. Without sequence parallel they are already."""
         self.sent = shard.contiguous()
         if not self.tp.sequence_parallel:
-            self.work, self.result = Work(), self.sent.view_as(self.sent)  # autograd must not see the input come back
+            self.work, self.result = DONE, self.sent.view_as(self.sent)  # autograd must not see the input come back
             return self.result
         self.result = shard.new_empty(shard.shape[0] * self.tp.size, *shard.shape[1:])
         site = f"{self.site}.{which}"

@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import Work, all_gather
+from megalite.comm.collectives import DONE, all_gather
 from megalite.mesh import Group
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.zero.layout import FlatLayout
@@ -55,7 +55,7 @@ class Unit:
         self.full_grad: Tensor | None = None
         self.copied = False
         """The optimizer has written `shard` together with `main`; the next `updated` need not copy."""
-        self._work = Work()
+        self._work = DONE
 
     def allocate(self, init: InitFn, *, compute: torch.dtype, main: torch.dtype, device: torch.device) -> None:
         """Make the buffers, fill them with initial values and hang the parameters into their modules.
