@@ -27,15 +27,20 @@ def missing() -> str:
     return f"the extension is missing: {native.why_missing()}" if native.load() is None else ""
 
 
+def as_table(x: Tensor) -> Tensor:
+    """x in fp32 and contiguous: what the kernels read beside the activations."""
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+
+
 def how(*tensors: Tensor) -> dict[str, int]:
     """The arguments `bf16` and `threads` of a call on these activations.
 
     Raises:
         ValueError: they are not alike, or not what the kernels take.
     """
-    dtype = tensors[0].dtype
+    dtype, known = tensors[0].dtype, tensors[0].dtype in DTYPES
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.dtype != dtype or dtype not in DTYPES:
+        if not known or tensor.dtype != dtype or not tensor.is_cpu:
             found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
             raise ValueError(f"native kernels take fp32 or bf16 tensors of one dtype on the CPU, not {found}")
     return {"bf16": dtype == torch.bfloat16, "threads": torch.get_num_threads()}

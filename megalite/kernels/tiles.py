@@ -20,6 +20,17 @@ def as_rows(x: Tensor) -> Tensor:
     return contiguous_columns(x.reshape(-1, x.shape[-1]))
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """x with its leading dims folded into rows. One that has two dims is itself and no view: that would be two more
+    nodes of autograd's, and through views of two inputs with one gradient both `.grad` would be one tensor."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def in_shape(rows: Tensor, x: Tensor) -> Tensor:
+    """What was made of as_matrix(x), in x's shape."""
+    return rows if x.dim() == 2 else rows.view(x.shape)
+
+
 def num_programs(rows: int, device: torch.device, *, per_processor: int) -> int:
     """How many programs share `rows` rows: what the device holds at once, at least one, at most one per row."""
     most = INTERPRETED_PROGRAMS

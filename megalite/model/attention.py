@@ -50,8 +50,7 @@ class Attention(nn.Module):
         return finish()
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch) -> Tensor:
-        """Attention of each sequence by itself: (B, S, heads, H) each -> (M, N/tp * H)."""
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        """Attention of each sequence by itself: (B, heads, S, H) each -> (M, N/tp * H)."""
         mask = None if batch.documents is None else document_mask(batch.documents)
         grouped = self.heads[0] != self.heads[1]
         if self.training and self.context.model.attention_dropout > 0.0:

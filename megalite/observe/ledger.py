@@ -30,7 +30,9 @@ class Ledger:
 
     def record(self, axis: str, op: str, site: str, sent_bytes: int) -> None:
         """Add one call of `op` that sends `sent_bytes` from this rank."""
-        entry = Entry(axis, op, site)
+        entry = (axis, op, site)
+        if entry not in self.calls:
+            entry = Entry(*entry)
         self.sent_bytes[entry] += sent_bytes
         self.calls[entry] += 1
 

@@ -40,7 +40,7 @@ def test_values_and_gradient_are_those_of_slices(impl, rotated):
         cos, sin = (table.repeat(1, 2)[:, None] for table in angles)
         half = torch.cat([-plain[..., 3:], plain[..., :3]], dim=-1)
         turned = torch.cat([(plain * cos + half * sin)[:, :, :6], plain[:, :, 6:]], dim=2)
-    slices = turned[:, :, :4], turned[:, :, 4:6], turned[:, :, 6:]
+    slices = [part.transpose(1, 2) for part in turned.split(HEADS, dim=2)]
     for found, expected in zip((q, k, v), slices, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     for parts in ((q, k, v), slices):  # gradients of different layouts

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.layernorm import reference
+from megalite.kernels.tiles import as_matrix, in_shape
 from megalite.kernels.wgrad import accumulate_grad
 
 
@@ -44,7 +45,7 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=refer
     Numerics: fp32 inside for bf16 and fp16; the parameters' gradients leave in fp32.
     """
     _check(x, weight, bias)
-    return _LayerNorm.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps, impl).view(x.shape)
+    return in_shape(_LayerNorm.apply(as_matrix(x), weight, bias, eps, impl), x)
 
 
 def layernorm_residual(
@@ -59,10 +60,8 @@ def layernorm_residual(
     if residual.shape != x.shape:
         shapes = f"{tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
         raise ValueError(f"layernorm residual of shape {shapes}")
-    # no view of rows that are rows already: through views, both inputs' .grad would be one tensor
-    rows, others = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (x, residual))
-    y, total = _LayerNormResidual.apply(rows, others, weight, bias, eps, impl)
-    return y.view(x.shape), total.view(x.shape)
+    y, total = _LayerNormResidual.apply(as_matrix(x), as_matrix(residual), weight, bias, eps, impl)
+    return in_shape(y, x), in_shape(total, x)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite import native
-from megalite.kernels.native_calls import how, problem
+from megalite.kernels.native_calls import as_table, how, problem
 from megalite.kernels.tiles import contiguous_columns
 
 __all__ = ["backward", "backward_residual", "forward", "forward_residual", "problem"]
@@ -38,7 +38,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     inputs = [contiguous_columns(t) for t in (x, residual) if t is not None]
     y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[0], 1)
     total = None if residual is None else torch.empty_like(y)
-    wide = weight.to(torch.float32).contiguous()
+    wide = as_table(weight)
     native.load().rmsnorm(
         _rows(inputs[0]),
         _rows(None if residual is None else inputs[1]),
@@ -54,7 +54,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 def _backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     inputs = [contiguous_columns(t) for t in (dy, x, dtotal) if t is not None]
     dx, dweight = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[1])
-    wide = weight.to(torch.float32).contiguous()
+    wide = as_table(weight)
     native.load().rmsnorm_backward(
         (_rows(inputs[0]), _rows(None if dtotal is None else inputs[2]), _rows(inputs[1])),
         wide.data_ptr(),

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.rmsnorm import reference
+from megalite.kernels.tiles import as_matrix, in_shape
 from megalite.kernels.wgrad import accumulate_grad
 
 
@@ -44,7 +45,7 @@ def rmsnorm(x: Tensor, weight: Tensor, *, eps: float, impl=reference) -> Tensor:
     Numerics: fp32 inside for bf16 and fp16; the weight's gradient leaves in fp32.
     """
     _check(x, weight)
-    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, impl).view(x.shape)
+    return in_shape(_RmsNorm.apply(as_matrix(x), weight, eps, impl), x)
 
 
 def rmsnorm_residual(
@@ -58,10 +59,8 @@ def rmsnorm_residual(
     _check(x, weight)
     if residual.shape != x.shape:
         raise ValueError(f"rmsnorm residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}")
-    # no view of rows that are rows already: through views, both inputs' .grad would be one tensor
-    rows, others = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (x, residual))
-    y, total = _RmsNormResidual.apply(rows, others, weight, eps, impl)
-    return y.view(x.shape), total.view(x.shape)
+    y, total = _RmsNormResidual.apply(as_matrix(x), as_matrix(residual), weight, eps, impl)
+    return in_shape(y, x), in_shape(total, x)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite import native
-from megalite.kernels.native_calls import how, problem
+from megalite.kernels.native_calls import as_table, how, problem
 from megalite.kernels.tiles import contiguous_columns
 
 __all__ = ["backward", "backward_heads", "forward", "problem"]
@@ -38,7 +38,7 @@ def _rotate(turned: Sequence[Tensor], passed: Sequence[Tensor], cos: Tensor, sin
     out = torch.empty(num_samples, seq_len, sum(t.shape[2] for t in heads), head_dim, dtype=heads[0].dtype)
     if out.numel() == 0:
         return out
-    cos, sin = (table.to(torch.float32).contiguous() for table in (cos, sin))
+    cos, sin = as_table(cos), as_table(sin)
     runs = [(t.data_ptr(), t.shape[2], *t.stride()[:3], i < len(turned)) for i, t in enumerate(heads)]
     sizes = (num_samples * seq_len, seq_len, head_dim // 2)
     native.load().rope(

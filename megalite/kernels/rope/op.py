@@ -37,10 +37,11 @@ class _SplitHeads(torch.autograd.Function):
     def forward(ctx, qkv, angles, heads, impl):
         ctx.angles, ctx.impl = angles, impl
         packed = qkv if angles is None else impl.forward(qkv, *angles, sum(heads[:2]))
-        return packed.split(heads, dim=2)
+        return tuple(part.transpose(1, 2) for part in packed.split(heads, dim=2))
 
     @staticmethod
     def backward(ctx, *grads):
+        grads = [grad.transpose(1, 2) for grad in grads]
         if ctx.angles is None:
             return torch.cat(grads, dim=2), None, None, None
         join = getattr(ctx.impl, "backward_heads", None)
@@ -61,7 +62,7 @@ def split_heads(
         angles: cos and sin, (S, H/2) each.
 
     Returns:
-        (B, S, its heads, H) each: views of one tensor, which without angles is qkv itself.
+        (B, its heads, S, H) each: views of one tensor, which without angles is qkv itself.
 
     Memory: backward writes the gradient of qkv once, where slicing would fill and add three tensors of its size.
     """

@@ -19,8 +19,12 @@ def accumulate(main: Tensor, dy: Tensor, x: Tensor) -> None:
         raise ValueError(f"main gradient {tuple(main.shape)} has strides {main.stride()}; it must be contiguous")
     if _mixed_gemm(main, dy, x):
         torch.addmm(main, dy.t(), x, out_dtype=main.dtype, out=main)
-    else:
-        main.addmm_(dy.t().to(main.dtype), x.to(main.dtype))
+        return
+    if dy.dtype != main.dtype:
+        dy = dy.to(main.dtype)
+    if x.dtype != main.dtype:
+        x = x.to(main.dtype)
+    main.addmm_(dy.t(), x)
 
 
 def _mixed_gemm(main: Tensor, dy: Tensor, x: Tensor) -> bool:
