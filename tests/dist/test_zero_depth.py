@@ -1,6 +1,8 @@
 """ZeRO where it is deep: a bound on gathered bytes, HSDP with every stage, gradients sent in bf16, shards of nothing,
 parameters that some microbatches leave alone, and the gradient check hook."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,31 @@ def test_the_next_link_is_on_its_way_while_a_link_runs():
             ("gathered", "sharded", "sharded"),
             ("sharded", "sharded", "sharded"),
         ]
+
+
+def wait_for_a_link(rank: int, world: int) -> list[tuple[str, str]]:
+    """States of two units when the first is waited for, forward, and the second, backward."""
+    zero, _ = make_units("stage 3", torch.float32, dict.fromkeys(("first", "second"), (3, 40)))
+    first, second = zero.units.values()
+    hooks = StageHooks(zero, 0, [LinkUnits((name,), (name,)) for name in zero.units], streams=True)
+    states = []
+
+    def noting(wait: Callable[[], None]) -> None:
+        states.append((first.state.value, second.state.value))
+        wait()
+
+    for unit in (first, second):
+        unit.finish_gather = partial(noting, unit.finish_gather)
+    hooks.before_forward(0)
+    forward = states[0]
+    first.reshard(), second.reshard()
+    states.clear()
+    hooks.before_backward(1, True)
+    return [forward, states[0]]
+
+
+def test_the_next_gather_is_started_before_the_wait_for_a_link():
+    assert run_ranks(4, wait_for_a_link) == [[("gathering", "gathering")] * 2] * 4
 
 
 # HSDP, and shards of nothing

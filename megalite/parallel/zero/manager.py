@@ -158,15 +158,15 @@ class ZeroManager:
         self, link: LinkUnits, following: LinkUnits | None, *, grads: bool = False, backward: bool = False
     ) -> None:
         """Have ready what the pass needs of the link's parameters (and its gradient buffers with `grads`); prefetch the
-        next link's."""
+        next link's, before the wait for this one's, so that the one gather goes on where the other ends."""
         needed = link.needs(backward=backward)
         self._start(needed)
+        if following:
+            self.prefetch(following.needs(backward=backward))
         for name in needed:
             self.units[name].finish_gather()
         if grads:
             self.ready_grads(link)
-        if following:
-            self.prefetch(following.needs(backward=backward))
 
     def after(self, link: LinkUnits, following: LinkUnits | None, *, backward: bool = False) -> None:
         """Free what no stage holds and the next link does not need."""
