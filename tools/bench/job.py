@@ -6,7 +6,7 @@ Invariant: between two commands all ranks are stopped, so another contestant can
 limit; the first rank that fails is reported with its log, and the others are ended.
 
 [Note: stopped ranks] Ranks that only slept would go on to cost time: a gloo group has a thread that wakes 100 times a
-second, which for two contestants of eight ranks was more than a tenth of this machine's two cores.
+second and takes 1.4 ms of it (by sampling), so two contestants of eight ranks with eight groups 9% of two cores.
 """
 
 import importlib
