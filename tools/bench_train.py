@@ -21,7 +21,7 @@ from bench.rows import ROWS, TINY, Work, selected  # noqa: E402
 from bench.tables import machine, numbers, report  # noqa: E402
 
 FULL = Effort(rounds=6, steps=3, warmup=2)
-QUICK = Effort(rounds=2, steps=2, warmup=1)
+QUICK = Effort(rounds=2, steps=2, warmup=2)
 SMALLEST = Effort(rounds=2, steps=1, warmup=1)
 
 
