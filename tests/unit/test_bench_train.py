@@ -108,6 +108,24 @@ def test_ranks_are_stopped_between_commands(tmp_path, monkeypatch, weights):
     assert all(process.exitcode == 0 for process in ranks)
 
 
+@pytest.mark.timeout(200)
+def test_stopped_ranks_are_ended_when_the_tool_fails(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)  # for the rank
+    call = ("write_weights", rows.TINY, str(tmp_path / "weights.pt"))
+    ranks = job.Ranks([call], tmp_path / "log")
+    ranks.answers(180)
+    assert state(ranks.pid) == "T"
+    with pytest.raises(ZeroDivisionError):
+        fail_beside(ranks)
+    assert [process.exitcode for process in ranks.processes] == [-9]
+
+
+def fail_beside(ranks):
+    """What a tool's own error does to the ranks of its `with`."""
+    with ranks:
+        raise ZeroDivisionError
+
+
 def state(pid):
     """T: stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

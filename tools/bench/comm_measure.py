@@ -35,12 +35,11 @@ def measure_collectives(plan: Plan, found: Found, *, folder: Path, say: Callable
     for size in plan.sizes:
         say(f"collectives on {size} ranks")
         try:
-            ranks = Ranks([("comm_rank.serve", plan)] * size, folder / f"collectives-{size}.log")
-            if missing := ranks.answers(START_LIMIT_S)[0]:
-                found.missing[size] = missing
-            for case in plan.cases(size):
-                found.timings.append(merged(case, ranks.ask(case, CASE_LIMIT_S)))
-            ranks.end(polite=True)
+            with Ranks([("comm_rank.serve", plan)] * size, folder / f"collectives-{size}.log") as ranks:
+                if missing := ranks.answers(START_LIMIT_S)[0]:
+                    found.missing[size] = missing
+                for case in plan.cases(size):
+                    found.timings.append(merged(case, ranks.ask(case, CASE_LIMIT_S)))
         except JobError as error:
             found.failed.append(f"collectives on {size} ranks: {error}")
 

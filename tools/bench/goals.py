@@ -3,10 +3,9 @@
 A goal that is missed is said, and changes no exit code: it may be the machine.
 """
 
-import statistics
 from dataclasses import dataclass
 
-from bench.measure import Measured
+from bench.measure import Measured, median_ratio
 from bench.rows import MEGALITE, ONE_PROCESS, Work
 
 GOALS_HEADER = ("row", "goal", "found", "")
@@ -66,5 +65,5 @@ def _cpu(found: Measured) -> list[Verdict]:
     cube = {r.label: r.block_cpu_s for r in found.results if r.row == CUBE}
     if not cube.keys() >= {MEGALITE.label, ONE_PROCESS.label}:
         return []
-    ratio = statistics.median(a / b for a, b in zip(cube[MEGALITE.label], cube[ONE_PROCESS.label], strict=True))
+    ratio = median_ratio(cube[MEGALITE.label], cube[ONE_PROCESS.label])
     return [Verdict(CUBE, f"CPU s at most {CUBE_CPU:.2f}x of one process", f"{ratio:.2f}x", ratio <= CUBE_CPU)]

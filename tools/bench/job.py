@@ -101,7 +101,8 @@ class Host:
 
 
 class Ranks:
-    """Processes with a pipe each.
+    """Processes with a pipe each. Use as a context where nothing else ends them: a stopped process does not end by
+    itself, and Python waits for its processes when it exits.
 
     Args:
         calls: per rank a function of bench.rank (`serve`) or of another module of this folder (`comm_rank.serve`), and
@@ -130,6 +131,12 @@ class Ranks:
     def pid(self) -> int:
         """Of the first rank."""
         return self.processes[0].pid
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        self.end(polite=kind is None)
 
     def ask(self, command: Any, limit_s: float) -> list[Any]:
         """Send a command to every rank; one answer of each, in rank order.
@@ -198,9 +205,8 @@ class _Failure:
 
 def prepare_weights(work: Work, path: Path) -> None:
     """Have megalite's initial weights written, in a process of its own."""
-    ranks = Ranks([("write_weights", work, str(path))], path.with_suffix(".log"))
-    ranks.answers(START_LIMIT_S)
-    ranks.end(polite=True)
+    with Ranks([("write_weights", work, str(path))], path.with_suffix(".log")) as ranks:
+        ranks.answers(START_LIMIT_S)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

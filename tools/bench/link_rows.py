@@ -7,6 +7,7 @@ these and the step follows how much of either went under the other.
 import statistics
 from dataclasses import dataclass, field, replace
 
+from bench.measure import median_ratio
 from bench.rows import ROWS, Contestant, Row
 
 HIDDEN_GOAL, CHUNKED_GOAL, FSDP_GOAL = 0.6, 0.4, 1.5
@@ -110,7 +111,7 @@ class Times:
 
     def ratio(self, other: "Times") -> float:
         """How many times faster than the other: the median over rounds of a round's ratio."""
-        return statistics.median(b / a for a, b in zip(self.step_s, other.step_s, strict=True))
+        return median_ratio(other.step_s, self.step_s)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,11 @@ def difference(losses: list[float], reference: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
 
 
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """The median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
 def _with_difference(result: Result, value: float) -> Result:
     return Result(**(vars(result) | {"loss_difference": value}))
 

@@ -1,7 +1,8 @@
 """What tools/bench_train.py compares: the work, the layouts (one row each) and the contestants of a row. Plain data.
 
-Invariant: all contestants of a row train the same weights on the same tokens in the same layout and micro batches. One
-exception: DDP, which shards nothing, also stands in the ZeRO-1 row, since it is what torch offers at those bytes.
+Invariant: all contestants of a row train the same weights on the same tokens in the same layout and micro batches. Two
+exceptions: DDP, which shards nothing, also stands in the ZeRO-1 row, since it is what torch offers at those bytes; and
+what stands beside a row (Row.beside) has a layout of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -89,7 +90,8 @@ class Row:
 
     @property
     def contestants(self) -> tuple[Contestant, ...]:
-        """megalite first; on gloo too where there are collectives (messages between stages are gloo's anyway)."""
+        """megalite first; on gloo too where there are collectives (messages between stages are gloo's anyway). Who only
+        stands beside comes last."""
         return (MEGALITE, *([MEGALITE_GLOO] if self.dp * self.tp > 1 else []), *self.opponents, *self.beside)
 
     def of(self, contestant: Contestant) -> "Row":

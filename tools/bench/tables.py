@@ -6,7 +6,6 @@ everything else best / ours; the speed's is the median over rounds of the ratio 
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from bench.goals import GOALS_HEADER, verdicts
-from bench.measure import Effort, Measured, Result
+from bench.measure import Effort, Measured, Result, median_ratio
 from bench.rows import Row, Work
 
 HEADER = ("row", "what", "tokens/s", "CPU s/step", "wire MB/step", "ledger MB/step", "peak RSS MB/rank", "loss diff")
@@ -84,11 +83,7 @@ def _columns(ours: list[Result], opponents: list[Result]) -> dict:
 
 
 def _speed_ratio(theirs: Result, mine: Result) -> float:
-    return statistics.median(_pairs(theirs.block_s, mine.block_s))
-
-
-def _pairs(theirs: list[float], ours: list[float]) -> list[float]:
-    return [a / b for a, b in zip(theirs, ours, strict=True)]
+    return median_ratio(theirs.block_s, mine.block_s)
 
 
 def ratio_lines(table: list[dict]) -> Table:
