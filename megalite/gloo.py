@@ -34,7 +34,7 @@ def _default_devices() -> list | None:
     return getattr(options, "_devices", None) or None
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroupGloo":
     """A backend's maker, as torch calls it."""
     options = dist.ProcessGroupGloo._Options()
     options._devices, options._timeout = _default_devices(), timeout

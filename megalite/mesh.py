@@ -56,11 +56,11 @@ class Group:
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """A faster way than `pg` for collectives; None without one."""
-    size: int = field(init=False, compare=False, repr=False)
-    """Number of ranks."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", len(self.ranks))
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)

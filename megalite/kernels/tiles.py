@@ -17,7 +17,7 @@ def contiguous_columns(x: Tensor) -> Tensor:
 
 def as_rows(x: Tensor) -> Tensor:
     """x as (M, last dim) with contiguous columns; a view where the strides allow it."""
-    return contiguous_columns(x.reshape(-1, x.shape[-1]))
+    return contiguous_columns(as_matrix(x))
 
 
 def as_matrix(x: Tensor) -> Tensor:

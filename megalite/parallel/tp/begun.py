@@ -26,8 +26,6 @@ Steps = Generator[None, None, Tensor]
 
 def in_turns(parts: Sequence[Steps]) -> list[Tensor]:
     """Advance every part from one collective to the next, part after part, until all are through."""
-    if len(parts) == 1:
-        return [_alone(parts[0])]
     results: list[Tensor | None] = [None] * len(parts)
     waiting = dict(enumerate(parts))
     while waiting:
@@ -38,14 +36,6 @@ def in_turns(parts: Sequence[Steps]) -> list[Tensor]:
                 results[index] = done.value
                 del waiting[index]
     return results
-
-
-def _alone(part: Steps) -> Tensor:
-    while True:
-        try:
-            next(part)
-        except StopIteration as done:
-            return done.value
 
 
 @dataclass

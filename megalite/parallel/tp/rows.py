@@ -5,7 +5,7 @@ scatters are on dim 0. Without it every rank holds all rows.
 Reference: Korthikanti et al., arXiv:2205.05198, section 4.2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,16 +22,20 @@ class TensorParallel:
     sequence_parallel: bool = False
     begins: bool = False
     """The first half of a layer starts a collective, which another part of the microbatch computes under: begun.py."""
-    size: int = field(init=False, repr=False)
-    """Ranks of the tp group."""
-    rank: int = field(init=False, repr=False)
-    """This rank's index in the tp group."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", self.group.size)
-        object.__setattr__(self, "rank", self.group.rank)
         if self.group.size == 1 and self.sequence_parallel:
             object.__setattr__(self, "sequence_parallel", False)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the tp group."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the tp group."""
+        return self.group.rank
 
     def row_start(self, num_rows: int) -> int:
         """Index of the first row that this rank holds, out of `num_rows` in all."""
