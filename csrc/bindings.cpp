@@ -108,6 +108,9 @@ int simd_or_best(int simd) { return simd < 0 ? megalite::best_simd() : simd; }
 
 megalite::Run how(bool bf16, int threads, int simd) { return {bf16, threads, simd_or_best(simd)}; }
 
+// Rows that may be of a larger tensor: address and stride.
+using Rows = std::pair<uintptr_t, int64_t>;
+
 // runs: (num, 6) rows of address, heads, strides of sample, position and head in elements, and whether to rotate.
 void rope(const In<int64_t>& runs, uintptr_t out, uintptr_t cos, uintptr_t sin, const std::array<int64_t, 3>& sizes,
           float sign, bool bf16, int threads, int simd) {
@@ -124,6 +127,21 @@ void rope(const In<int64_t>& runs, uintptr_t out, uintptr_t cos, uintptr_t sin, 
   check(megalite::rope_cpu(op, how(bf16, threads, simd)));
 }
 
+// qkv: (address, strides of sample, position and head); angles: cos and sin, or 0; dout: (address, stride), 0 for
+// forward; sizes: samples, positions, q heads, kv heads, head dim.
+void attention(const std::array<int64_t, 4>& qkv, const std::array<uintptr_t, 2>& angles, uintptr_t documents,
+               Rows dout, const std::array<uintptr_t, 2>& outputs, const std::array<int64_t, 5>& sizes, float scale,
+               bool bf16, int threads, int simd) {
+  const auto [samples, seq_len, heads, kv_heads, head_dim] = sizes;
+  const auto [log_sums, out] = outputs;
+  const megalite::Attention op{
+      pointer<const void>(qkv[0]), qkv[1], qkv[2], qkv[3], pointer<const float>(angles[0]),
+      pointer<const float>(angles[1]), pointer<const int32_t>(documents), pointer<const void>(dout.first), dout.second,
+      pointer<float>(log_sums), pointer<void>(out), samples, seq_len, heads, kv_heads, head_dim, scale};
+  const py::gil_scoped_release release;
+  check(megalite::attention_cpu(op, how(bf16, threads, simd)));
+}
+
 // dy is 0 for forward.
 void swiglu(uintptr_t dy, int64_t stride_dy, uintptr_t gate_up, int64_t stride, uintptr_t out,
             const std::array<int64_t, 2>& sizes, bool bf16, int threads, int simd) {
@@ -134,9 +152,7 @@ void swiglu(uintptr_t dy, int64_t stride_dy, uintptr_t gate_up, int64_t stride, 
   check(megalite::swiglu_cpu(op, how(bf16, threads, simd)));
 }
 
-// Inputs that may be rows of a larger tensor are (address, stride); residual and total are 0 where there is none.
-using Rows = std::pair<uintptr_t, int64_t>;
-
+// residual and total are 0 where there is none.
 void rmsnorm(Rows x, Rows residual, uintptr_t weight, const std::array<uintptr_t, 3>& outputs,
              const std::array<int64_t, 2>& sizes, float eps, bool bf16, int threads, int simd) {
   const auto [y, total, rstd] = outputs;
@@ -213,6 +229,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("simd_level", [] { return static_cast<int>(megalite::best_simd()); });
   m.def("rope", &rope, py::arg("runs"), py::arg("out"), py::arg("cos"), py::arg("sin"), py::arg("sizes"),
         py::arg("sign"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
+  m.def("attention", &attention, py::arg("qkv"), py::arg("angles"), py::arg("documents"), py::arg("dout"),
+        py::arg("outputs"), py::arg("sizes"), py::arg("scale"), py::arg("bf16"), py::arg("threads"),
+        py::arg("simd") = -1);
   m.def("swiglu", &swiglu, py::arg("dy"), py::arg("stride_dy"), py::arg("gate_up"), py::arg("stride"), py::arg("out"),
         py::arg("sizes"), py::arg("bf16"), py::arg("threads"), py::arg("simd") = -1);
   m.def("rmsnorm", &rmsnorm, py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("outputs"),

@@ -33,6 +33,27 @@ struct Rope {
 };
 int rope_cpu(const Rope& rope, const Run& run);
 
+// Causal attention of (samples, seq_len, heads + 2 * kv_heads, head_dim): q, then k, then v heads, strides in elements.
+// With cos and sin, (seq_len, head_dim / 2) each, q and k are rotated first. With documents, (samples, seq_len), whose
+// equal numbers stand together, a position sees its own document only.
+// Forward, with dout null: out (samples, seq_len, heads, head_dim), and log_sums (samples, heads, seq_len), logarithms to
+// base 2 of the sums of exp(scores). Backward, from log_sums and dout, whose tokens lie stride_dout apart: out is the
+// gradient of the packed tensor, of its shape.
+struct Attention {
+  const void* qkv;
+  int64_t stride_b, stride_s, stride_h;
+  const float* cos;
+  const float* sin;
+  const int32_t* documents;
+  const void* dout;
+  int64_t stride_dout;
+  float* log_sums;
+  void* out;
+  int64_t samples, seq_len, heads, kv_heads, head_dim;
+  float scale;
+};
+int attention_cpu(const Attention& attention, const Run& run);
+
 // gate_up has rows of 2 * width. Forward, with dy null: out (rows, width). Backward: out (rows, 2 * width).
 struct Swiglu {
   const void* dy;

@@ -278,6 +278,8 @@ def _kernels(kernels: Kernels, model: Model) -> Iterator[str]:
         why["rmsnorm"] = f"with model.norm={model.norm}"
     if model.norm != "layernorm":
         why["layernorm"] = f"with model.norm={model.norm}"
+    if model.attention_dropout > 0.0:
+        why["attention"] = "with model.attention_dropout above 0, for which weights are written out"
     if model.position != "rope":
         why["rope"] = f"with model.position={model.position}"
     if model.activation != "swiglu":

@@ -32,6 +32,14 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None =
     return F.layer_norm(total, x.shape[-1:], weight, bias, EPS), total
 
 
+def attention(qkv: Tensor, cos: Tensor, sin: Tensor, documents: None, heads: int, kv_heads: int) -> Tensor:
+    """rope as below, then torch's scaled_dot_product_attention."""
+    turned = rope(qkv, cos, sin, heads + kv_heads)
+    q, k, v = (part.transpose(1, 2) for part in turned.split((heads, kv_heads, kv_heads), dim=2))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
     """Rotate-half, as transformers has it."""
     turned, passed = qkv[:, :, :rotated], qkv[:, :, rotated:]
@@ -91,6 +99,7 @@ TORCH: dict[str, Function] = {
     for function in (
         rmsnorm,
         layernorm,
+        attention,
         rope,
         swiglu,
         gelu,

@@ -30,6 +30,7 @@ from megalite.observe.log import get_logger
 SMALL = {
     "rmsnorm": (4096, 1024),
     "layernorm": (4096, 1024),
+    "attention": (1, 512, 8, 8, 32, 1, 0),
     "rope": (2, 1024, 12, 10, 64),
     "swiglu": (2048, 1408),
     "gelu": (2048, 2048),

@@ -31,7 +31,10 @@ NAMES = ("reference", "native", "triton", "cuda")
 """What a config may say."""
 ORDER = {"cpu": ("native",), "cuda": ("cuda", "triton")}
 """What auto tries on a device, before the reference; Triton's interpreter is a test's business, never auto's."""
-AUTO_REFERENCE = {"wgrad": "torch.addmm(out_dtype=fp32), the library's GEMM, is faster"}
+AUTO_REFERENCE = {
+    "attention": "torch's scaled_dot_product_attention is fused there",
+    "wgrad": "torch.addmm(out_dtype=fp32), the library's GEMM, is faster",
+}
 """Ops whose reference is the fast path of a GPU too, and why."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,9 +132,27 @@ def select(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Select
             choices[op] = _choose(op, wanted, device, dtype)
         except ValueError as error:
             problems.append(str(error))
+    if not problems:
+        problems += _one_rotates(choices, kernels)
     if problems:
         raise ValueError("\n  ".join(problems))
     return Selection(choices)
+
+
+def _one_rotates(choices: dict[str, Choice], kernels: Kernels) -> list[str]:
+    """An attention that rotates q and k by itself leaves an explicit kernels.rope nothing to do: auto then takes the
+    reference, and an explicit attention is a problem."""
+    found = choices["attention"]
+    if kernels.rope == "auto" or not getattr(found.module, "ROTATES", False):
+        return []
+    if kernels.attention == "auto":
+        why = f"auto: {found.name} rotates q and k by itself, and kernels.rope={kernels.rope} shall"
+        choices["attention"] = Choice("attention", "reference", load("attention", "reference")[0], why)
+        return []
+    return [
+        f"kernels.rope={kernels.rope} has no effect with kernels.attention={kernels.attention}, which rotates q and k "
+        "by itself; use kernels.rope=auto or kernels.attention=reference"
+    ]
 
 
 def _choose(op: str, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:

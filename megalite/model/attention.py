@@ -7,10 +7,11 @@ Reference: Vaswani et al., arXiv:1706.03762; Ainslie et al., arXiv:2305.13245 (g
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.batch import Microbatch
+from megalite.kernels.attention import attention
+from megalite.kernels.attention.reference import document_mask
 from megalite.kernels.rope import split_heads
 from megalite.model.context import ModelContext
 from megalite.model.dropout import attention_dropout
@@ -32,6 +33,7 @@ class Attention(nn.Module):
         self.replayed = "attention" in context.recompute_ops(layer)
         self.rope_tables = rope_tables
         self.heads = (context.num_heads, context.num_kv_heads, context.num_kv_heads)
+        self.kernels = {"impl": context.kernels["attention"], "rope": context.kernels["rope"]}
         self.qkv = make_qkv(self.name, context)
         self.out = make_out(self.name, context)
 
@@ -41,41 +43,33 @@ class Attention(nn.Module):
         finish = self.qkv.begin(x)
         yield
         qkv = finish().view(num_samples, seq_len, sum(self.heads), self.context.model.head_dim)
-        angles = None if self.rope_tables is None else self.rope_tables.get(seq_len, x.device)
-        q, k, v = split_heads(qkv, heads=self.heads, angles=angles, impl=self.context.kernels["rope"])
         replayed = self.replayed and qkv.requires_grad
-        mixed = replay(self.core, q, k, v, arguments=(batch,)) if replayed else self.core(q, k, v, batch)
+        mixed = replay(self.core, qkv, arguments=(batch,)) if replayed else self.core(qkv, batch)
         finish = self.out.begin(mixed)
         yield
         return finish()
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch) -> Tensor:
-        """Attention of each sequence by itself: (B, heads, S, H) each -> (M, N/tp * H)."""
-        mask = None if batch.documents is None else document_mask(batch.documents)
-        grouped = self.heads[0] != self.heads[1]
+    def core(self, qkv: Tensor, batch: Microbatch) -> Tensor:
+        """Attention of each sequence by itself: (B, S, heads, H) -> (M, N/tp * H)."""
+        angles = None if self.rope_tables is None else self.rope_tables.get(qkv.shape[1], qkv.device)
         if self.training and self.context.model.attention_dropout > 0.0:
-            mixed = self._explicit(q, k, v, mask, batch)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return mixed.transpose(1, 2).reshape(batch.rows, -1)
+            q, k, v = split_heads(qkv, heads=self.heads, angles=angles, impl=self.kernels["rope"])
+            return self._explicit(q, k, v, batch).transpose(1, 2).reshape(batch.rows, -1)
+        return attention(qkv, heads=self.heads, angles=angles, documents=batch.documents, **self.kernels)
 
-    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, batch: Microbatch) -> Tensor:
-        """The same with dropout on the weights, which are held in memory: B*N*S*S."""
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch) -> Tensor:
+        """With dropout on the weights, which are held in memory: B*N*S*S. (B, heads, S, H) each."""
         repeats = self.heads[0] // self.heads[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         seq_len = q.shape[2]
-        if mask is None:
+        if batch.documents is None:
             mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).tril_()
+        else:
+            mask = document_mask(batch.documents)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
         wide = torch.promote_types(q.dtype, torch.float32)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
         return attention_dropout(weights, self.name, context=self.context, batch=batch) @ v
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """(B, 1, S, S) bool: a position sees earlier positions of its own document, and itself."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril_()[:, None]
 
 
 def make_qkv(name: str, context: ModelContext) -> ColumnParallelLinear:

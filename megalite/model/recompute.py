@@ -1,7 +1,7 @@
 """Recompute: keep less in forward, compute it again in backward, with identical numbers.
 
-none: everything that backward reads is kept. Per block, config/recompute.py: `attention` keeps the rotated q, k, v and
-runs the attention core again; `activation` keeps the MLP's pre-activation; `mlp` keeps the MLP's input, whose rows are
+none: everything that backward reads is kept. Per block, config/recompute.py: `attention` keeps q, k, v and runs the
+attention core again; `activation` keeps the MLP's pre-activation; `mlp` keeps the MLP's input, whose rows are
 gathered again; `full` keeps a block's input only: `Link.recomputes` tells the pipeline runtime which links it runs
 without a graph and again before their backward. Dropout masks are functions of global indices, so a second run draws
 the same.

@@ -7,10 +7,12 @@ from tests.dist.layouts import RECOMPUTE_LIST, SGD, Layout
 from tests.dist.pool import run_ranks
 from tests.dist.test_layouts import TOLERANCE, differences, oracle_run, run_layout
 
-NATIVE = f"precision.compute=fp32 {SGD} kernels.rmsnorm=native kernels.rope=native kernels.swiglu=native"
+LAYERS = f"precision.compute=fp32 {SGD} kernels.rmsnorm=native kernels.swiglu=native"
+NATIVE = f"{LAYERS} kernels.attention=native"
 LAYOUTS = {
     "one-rank": Layout(NATIVE),
     "tp2-recompute-list": Layout(f"mesh.tp=2 {RECOMPUTE_LIST} {NATIVE}", "documents"),
+    "tp2-rope": Layout(f"mesh.tp=2 {LAYERS} kernels.rope=native"),
     "pp2-tp2-kv1-tied": Layout(f"mesh.pp=2 mesh.tp=2 model.num_kv_heads=1 model.tie_embeddings=true {NATIVE}"),
 }
 
@@ -45,7 +47,9 @@ def test_native_layout_trains_as_one_device(name):
     layout = LAYOUTS[name]
     results = run_ranks(layout.world, run_counted, layout.settings, layout.masks)
     for result in results:
-        assert {"rmsnorm", "rmsnorm_backward", "rope", "swiglu"} <= result["called"]
+        mixer = "rope" if name == "tp2-rope" else "attention"
+        assert {"rmsnorm", "rmsnorm_backward", "swiglu", mixer} <= result["called"]
+        assert not {"rope", "attention"} - {mixer} & result["called"]
     actual = results[-1]
     found = differences(actual, oracle_run(layout, actual["initial"]), TOLERANCE["fp32"])
     assert not found, "\n".join(found[:12])

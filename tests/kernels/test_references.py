@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalite.batch import IGNORE
+from megalite.kernels.attention import cases as attention
 from megalite.kernels.cross_entropy import cases as cross_entropy
 from megalite.kernels.cross_entropy import cross_entropy as cross_entropy_op
 from megalite.kernels.gelu import cases as gelu
@@ -16,6 +17,7 @@ from megalite.kernels.wgrad import cases as wgrad
 OPS = {
     "rmsnorm": rmsnorm,
     "layernorm": layernorm,
+    "attention": attention,
     "rope": rope,
     "swiglu": swiglu,
     "gelu": gelu,

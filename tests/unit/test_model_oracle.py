@@ -64,15 +64,24 @@ def test_losses_and_gradients_equal_the_oracle(name, documents):
 
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_bf16_with_fp32_main_gradients_is_near_float64(model):
-    """From the same bf16 weights: fp32 losses and fp32 main gradients within some bf16 roundings of the oracle.
+    """From the same bf16 weights: fp32 losses and fp32 main gradients within some bf16 roundings of the oracle, which
+    are luck in one batch: the mean of four.
 
     The gradient of a k bias is zero but for rounding, so small gradients are held against the total norm.
     """
+    batches = [bf16_errors(model, seed) for seed in range(3, 7)]
+    for key in batches[0]:
+        error = sum(errors[key] for errors in batches) / len(batches)
+        assert error < 0.03, f"{key}: relative error {error:.3f}"
+
+
+def bf16_errors(model, seed):
+    """Relative errors of the main gradients by name."""
     config = make_config(model, dtype="bf16")
     stages = make_stages(config, single_device_mesh())
     jitter(stages)
     set_main_grads(stages, torch.float32)
-    batch = make_batch(config)
+    batch = make_batch(config, seed=seed)
     losses = run(stages, batch)
     assert losses.dtype == torch.float32
     wide = {name: value.double() for name, value in assemble([boxes(stages)]).items()}
@@ -81,6 +90,7 @@ def test_bf16_with_fp32_main_gradients_is_near_float64(model):
     expected, grads = oracle.forward(wide, plain, **data).reshape(-1), oracle.gradients(wide, plain, data)[1]
     torch.testing.assert_close(losses.double(), expected, rtol=0.02, atol=0.02)
     total = sum(grad.square().sum() for grad in grads.values()).sqrt()
-    for key, found in assemble([boxes(stages, grads=True)]).items():
-        error = (found.double() - grads[key]).norm() / max(grads[key].norm(), 0.01 * total)
-        assert error < 0.03, f"{key}: relative error {error:.3f}"
+    found = assemble([boxes(stages, grads=True)])
+    return {
+        key: float((found[key].double() - grad).norm() / max(grad.norm(), 0.01 * total)) for key, grad in grads.items()
+    }

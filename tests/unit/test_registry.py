@@ -21,7 +21,7 @@ from megalite.observe.log import get_logger
 from tests.unit.model_tools import GPT, LLAMA, make_batch, make_config, make_stages, run, set_main_grads
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-NATIVE = ("rmsnorm", "rope", "swiglu")
+NATIVE = ("rmsnorm", "attention", "rope", "swiglu")
 """Ops of a model that have a C++ kernel for the CPU."""
 
 
@@ -75,10 +75,24 @@ def test_native_is_for_the_cpu_and_not_for_fp64(extension):
     assert "precision.compute is fp64" in selection.choices["rope"].why
 
 
-def test_auto_on_a_gpu_is_triton_but_for_the_library_gemm(compiled_only):
-    found = names(select(Kernels(), GPU, torch.bfloat16))
-    assert found.pop("wgrad") == "reference"
+def test_auto_on_a_gpu_is_triton_but_for_what_torch_has(compiled_only):
+    selection = select(Kernels(), GPU, torch.bfloat16)
+    found = names(selection)
+    assert {found.pop("wgrad"), found.pop("attention")} == {"reference"}
     assert set(found.values()) == {"triton"}
+    assert "scaled_dot_product_attention is fused" in selection.choices["attention"].why
+
+
+def test_one_op_rotates(extension):
+    """A kernel for rope that is asked for is used: then attention is not one that rotates by itself."""
+    selection = select(Kernels(rope="reference"), CPU, torch.float32)
+    assert names(selection)["attention"] == "reference"
+    assert "native rotates q and k by itself, and kernels.rope=reference shall" in selection.choices["attention"].why
+    assert names(select(Kernels(attention="native"), CPU, torch.float32))["attention"] == "native"
+    with pytest.raises(ValueError, match="kernels.rope=native has no effect with kernels.attention=native, which rot"):
+        select(Kernels(rope="native", attention="native"), CPU, torch.float32)
+    found = names(select(Kernels(rope="native", attention="reference"), CPU, torch.float32))
+    assert (found["rope"], found["attention"]) == ("native", "reference")
 
 
 def test_auto_in_fp64_is_the_reference_and_says_so(compiled_only):

@@ -11,7 +11,7 @@ from tests.kernels.native_tools import Calls
 from tests.unit.model_tools import GPT, LLAMA, make_batch, make_config, make_stages, params_of, run, set_main_grads
 
 HEADS, SHAPE = (4, 2, 2), (2, 5, 8, 6)
-NAMES = {"rmsnorm", "rmsnorm_backward", "rope", "swiglu"}
+LAYERS = {"rmsnorm", "rmsnorm_backward", "swiglu", "attention"}
 each_impl = pytest.mark.parametrize("impl", [reference, native_impl], ids=["reference", "native"])
 
 
@@ -92,19 +92,22 @@ def outcome(model, dtype, **sections):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [LLAMA, LLAMA | {"dropout": 0.2, "attention_dropout": 0.2}, GPT | {"norm": "rmsnorm"}],
-    ids=["llama", "dropout", "rmsnorm_without_rope"],
+    ("model", "kernels", "names"),
+    [
+        (LLAMA, {}, LAYERS),
+        (LLAMA, {"rope": "native"}, LAYERS - {"attention"} | {"rope"}),
+        (LLAMA | {"dropout": 0.2, "attention_dropout": 0.2}, {}, LAYERS - {"attention"} | {"rope"}),
+        (GPT | {"norm": "rmsnorm"}, {}, LAYERS - {"swiglu"}),
+    ],
+    ids=["llama", "explicit_rope", "dropout", "rmsnorm_without_rope"],
 )
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_the_model_runs_native_kernels_in_fp32_and_means_the_same(model, recompute, monkeypatch):
+def test_the_model_runs_native_kernels_in_fp32_and_means_the_same(model, kernels, names, recompute, monkeypatch):
     calls = Calls(monkeypatch)
     expected = outcome(model, "fp64", recompute=recompute)
-    assert "rope" not in calls.names
-    found = outcome(model, "fp32", recompute=recompute)
-    assert set(calls.names) - {"philox_words"} == (
-        NAMES if model.get("family") == "llama" else NAMES - {"rope", "swiglu"}
-    )
+    assert not {"rope", "attention"} & set(calls.names)
+    found = outcome(model, "fp32", recompute=recompute, kernels=kernels)
+    assert set(calls.names) - {"philox_words"} == names
     scale = max(float(x.abs().max()) for x in expected[1:])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * scale)

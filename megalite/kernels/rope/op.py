@@ -28,7 +28,7 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, *, num_rotated: int, impl=refere
 
     Numerics: computed in the tables' dtype (fp32, or fp64 for fp64), rounded once to qkv's.
     """
-    _check(qkv, cos, sin)
+    check_angles(qkv, cos, sin)
     return _Rope.apply(qkv, cos, sin, num_rotated, impl)
 
 
@@ -66,14 +66,21 @@ def split_heads(
 
     Memory: backward writes the gradient of qkv once, where slicing would fill and add three tensors of its size.
     """
-    if len(heads) != 3 or sum(heads) != qkv.shape[2]:
-        raise ValueError(f"heads={tuple(heads)} are not q, k and v of qkv (B, S, heads, H) of shape {tuple(qkv.shape)}")
+    check_heads(heads, qkv)
     if angles is not None:
-        _check(qkv, *angles)
+        check_angles(qkv, *angles)
     return _SplitHeads.apply(qkv, angles, tuple(heads), impl)
 
 
-def _check(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_heads(heads: Sequence[int], qkv: Tensor) -> Sequence[int]:
+    """heads, if they are q, k and v of qkv (B, S, heads, H); else a ValueError."""
+    if len(heads) != 3 or sum(heads) != qkv.shape[2]:
+        raise ValueError(f"heads={tuple(heads)} are not q, k and v of qkv (B, S, heads, H) of shape {tuple(qkv.shape)}")
+    return heads
+
+
+def check_angles(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Refuse tables that do not fit, with a ValueError."""
     if cos.shape != (qkv.shape[1], qkv.shape[3] // 2) or cos.shape != sin.shape:
         shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         raise ValueError(f"rope tables of shapes {shapes} do not fit qkv (B, S, heads, H) of shape {tuple(qkv.shape)}")

@@ -1,0 +1,81 @@
+"""Attention on the CPU in C++ (csrc/attention_cpu.cpp): one pass over the packed heads, rotation and masks included.
+
+Numerics: fp32 inside, rounded once; every vector level and number of threads gives the same bits.
+Memory: keeps qkv and one number per row and head, neither rotated heads nor weights.
+"""
+
+import torch
+from torch import Tensor
+
+from megalite import native
+from megalite.kernels.native_calls import as_table, how, problem
+from megalite.kernels.tiles import contiguous_columns
+
+__all__ = ["attend", "backward", "forward", "problem"]
+
+ROTATES = True
+Angles = tuple[Tensor, Tensor] | None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, heads, angles, documents):
+        mixed, log_sums = forward(qkv, heads, angles, documents)
+        ctx.save_for_backward(qkv, log_sums)
+        ctx.heads, ctx.angles, ctx.documents = heads, angles, documents
+        return mixed
+
+    @staticmethod
+    def backward(ctx, dmixed):
+        return backward(dmixed, *ctx.saved_tensors, ctx.heads, ctx.angles, ctx.documents), None, None, None
+
+
+def attend(qkv: Tensor, heads: tuple[int, int, int], angles: Angles, documents: Tensor | None, rope) -> Tensor:
+    """See op.attention; `rope` is not needed."""
+    return _Attention.apply(qkv, heads, angles, documents)
+
+
+def forward(
+    qkv: Tensor, heads: tuple[int, int, int], angles: Angles, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Mixed rows (B * S, N * H), and (B, N, S) fp32: log2 of the sum of exp(scores) of each row and head."""
+    num_samples, seq_len, _, head_dim = qkv.shape
+    mixed = torch.empty(num_samples * seq_len, heads[0] * head_dim, dtype=qkv.dtype)
+    log_sums = torch.empty(num_samples, heads[0], seq_len, dtype=torch.float32)
+    _call(qkv, heads, angles, documents, (0, 0), (log_sums, mixed))
+    return mixed, log_sums
+
+
+def backward(
+    dmixed: Tensor, qkv: Tensor, log_sums: Tensor, heads: tuple[int, int, int], angles: Angles, documents: Tensor | None
+) -> Tensor:
+    """d(qkv), a new tensor."""
+    dmixed = contiguous_columns(dmixed)
+    how(qkv, dmixed)
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype)
+    _call(qkv, heads, angles, documents, (dmixed.data_ptr(), dmixed.stride(0)), (log_sums, dqkv))
+    return dqkv
+
+
+def _call(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    angles: Angles,
+    documents: Tensor | None,
+    dmixed: tuple[int, int],
+    outputs: tuple[Tensor, Tensor],
+) -> None:
+    qkv = contiguous_columns(qkv)
+    num_samples, seq_len, _, head_dim = qkv.shape
+    tables = () if angles is None else (as_table(angles[0]), as_table(angles[1]))
+    documents = None if documents is None else documents.to(torch.int32).contiguous()
+    native.load().attention(
+        (qkv.data_ptr(), *qkv.stride()[:3]),
+        tuple(table.data_ptr() for table in tables) or (0, 0),
+        0 if documents is None else documents.data_ptr(),
+        dmixed,
+        (outputs[0].data_ptr(), outputs[1].data_ptr()),
+        (num_samples, seq_len, heads[0], heads[1], head_dim),
+        head_dim**-0.5,
+        **how(qkv),
+    )
