@@ -92,6 +92,13 @@ void bind_channel(py::module_& m) {
                return c.reduce_scatter(pointer<void>(out), pointer<const void>(full), count, element_of(element));
              });
            })
+      .def("begin_reduce_scatter",
+           [](C& c, uintptr_t out, uintptr_t full, int64_t count, int element) {
+             return call([&] {
+               return c.begin_reduce_scatter(pointer<void>(out), pointer<const void>(full), count, element_of(element));
+             });
+           })
+      .def("finish_reduce_scatter", [](C& c) { return call([&] { return c.finish_reduce_scatter(); }); })
       .def("all_gather",
            [](C& c, uintptr_t out, uintptr_t shard, int64_t bytes) {
              return call([&] { return c.all_gather(pointer<void>(out), pointer<const void>(shard), bytes); });

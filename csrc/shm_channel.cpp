@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 namespace megalite {
@@ -23,11 +24,6 @@ void copy(void* to, const void* from, int64_t bytes) {
 }
 
 }  // namespace
-
-struct ShmChannel::Call {
-  ShmKind kind;
-  int64_t element, reduce, root, count;
-};
 
 ShmChannel::ShmChannel(void* segment, int rank, std::vector<ShmProcess> processes, const ShmOptions& options,
                        ShmPatience patience)
@@ -129,26 +125,48 @@ ShmEnd ShmChannel::two_shot(Bytes* data, int64_t count, Element element, Reduce 
 }
 
 ShmEnd ShmChannel::reduce_scatter(void* out, const void* full, int64_t count, Element element) {
-  const int64_t item = element_bytes(element), each = count * item;
+  const ShmEnd end = begin_reduce_scatter(out, full, count, element);
+  return failed(end) ? end : finish_reduce_scatter();
+}
+
+ShmEnd ShmChannel::begin_reduce_scatter(void* out, const void* full, int64_t count, Element element) {
+  const int64_t each = count * element_bytes(element);
   const int64_t part = std::max<int64_t>(64, layout_.slot_bytes / layout_.size / 64 * 64);
-  const ReduceLoop loop = reduce_loop(element, Reduce::kSum, options_.simd);
   const Call call{ShmKind::kReduceScatter, static_cast<int>(element), 0, 0, count};
-  Bytes* target = static_cast<Bytes*>(out);
-  const Bytes* source = static_cast<const Bytes*>(full);
+  const int64_t num_chunks = chunks_for(each, part);
+  Scatter scatter{call, static_cast<Bytes*>(out), static_cast<const Bytes*>(full), each, part, num_chunks, 0};
+  const ShmEnd end = begin(call);
+  if (failed(end)) return end;
+  const auto publish = [&](int64_t c, uint32_t chunk) { publish_scatter(scatter, c, chunk); };
+  scatter.published = publish_free(num_chunks, publish);
+  begun_ = scatter;
+  return end;
+}
+
+ShmEnd ShmChannel::finish_reduce_scatter() {
+  if (!begun_) throw std::logic_error("no reduce_scatter has begun");
+  const Scatter scatter = *std::exchange(begun_, std::nullopt);
+  if (!failure().empty()) return {ShmState::kFailed, {}};
+  const Element element = static_cast<Element>(scatter.call.element);
+  const ReduceLoop loop = reduce_loop(element, Reduce::kSum, options_.simd);
   std::vector<const void*> sources(layout_.size);
-  const auto bytes_of = [&](int64_t c) { return std::min(part, each - c * part); };
-  return run(
-      call, chunks_for(each, part),
+  return finish(
+      scatter.call, scatter.num_chunks, scatter.published,
+      [&](int64_t c, uint32_t chunk) { publish_scatter(scatter, c, chunk); },
       [&](int64_t c, uint32_t chunk) {
-        for (int r = 0; r < layout_.size; ++r) {
-          if (r != rank_) copy(slot(rank_, chunk) + r * part, source + r * each + c * part, bytes_of(c));
-        }
-      },
-      [&](int64_t c, uint32_t chunk) {
+        const int64_t at = c * scatter.part, bytes = std::min(scatter.part, scatter.each - at);
         for (int r = 0; r < layout_.size; ++r)
-          sources[r] = r == rank_ ? source + rank_ * each + c * part : slot(r, chunk) + rank_ * part;
-        loop(sources.data(), layout_.size, target + c * part, nullptr, bytes_of(c) / item);
+          sources[r] = r == rank_ ? scatter.full + rank_ * scatter.each + at : slot(r, chunk) + rank_ * scatter.part;
+        loop(sources.data(), layout_.size, scatter.out + at, nullptr, bytes / element_bytes(element));
       });
+}
+
+// The others' pieces of chunk c.
+void ShmChannel::publish_scatter(const Scatter& scatter, int64_t c, uint32_t chunk) const {
+  const int64_t at = c * scatter.part, bytes = std::min(scatter.part, scatter.each - at);
+  for (int r = 0; r < layout_.size; ++r) {
+    if (r != rank_) copy(slot(rank_, chunk) + r * scatter.part, scatter.full + r * scatter.each + at, bytes);
+  }
 }
 
 ShmEnd ShmChannel::all_gather(void* out, const void* shard, int64_t bytes) {
@@ -187,11 +205,31 @@ ShmEnd ShmChannel::broadcast(void* data, int64_t bytes, int root) {
 // A call whose chunks are published into slots and taken from them; there are no results to show.
 template <typename Publish, typename Take>
 ShmEnd ShmChannel::run(const Call& call, int64_t num_chunks, const Publish& publish, const Take& take) {
-  ShmEnd end = begin(call);
-  if (failed(end)) return end;
+  const ShmEnd end = begin(call);
+  return failed(end) ? end : finish(call, num_chunks, publish_free(num_chunks, publish), publish, take);
+}
+
+// The first half: publishes into the slots that are free now, and says how many chunks that were. Waits for nothing.
+template <typename Publish>
+int64_t ShmChannel::publish_free(int64_t num_chunks, const Publish& publish) {
+  int64_t c = 0;
+  for (; c < std::min<int64_t>(num_chunks, 2); ++c) {
+    const uint32_t chunk = chunks_ + static_cast<uint32_t>(c);
+    if (!reached(&ShmRank::taken, chunk - 1)) break;
+    publish(c, chunk);
+    post(&ShmRank::ready, chunk + 1);
+  }
+  return c;
+}
+
+// The second half, with `published` chunks in the slots.
+template <typename Publish, typename Take>
+ShmEnd ShmChannel::finish(const Call& call, int64_t num_chunks, int64_t published, const Publish& publish,
+                          const Take& take) {
+  ShmEnd end;
   for (int64_t c = 0; c <= num_chunks; ++c) {
     const uint32_t chunk = chunks_ + static_cast<uint32_t>(c);
-    if (c < num_chunks) {
+    if (c >= published && c < num_chunks) {
       if (failed(end = await(&ShmRank::taken, chunk - 1))) return end;
       publish(c, chunk);
       post(&ShmRank::ready, chunk + 1);
@@ -210,8 +248,17 @@ ShmEnd ShmChannel::run(const Call& call, int64_t num_chunks, const Publish& publ
 
 ShmEnd ShmChannel::begin(const Call& call) {
   if (!failure().empty()) return {ShmState::kFailed, {}};
+  if (begun_) return {ShmState::kUnfinished, {}};
   *call_of(rank_) = {calls_, static_cast<int>(call.kind), call.element, call.reduce, call.root, call.count};
   return {};
+}
+
+// Whether all others have got there; one look.
+bool ShmChannel::reached(ShmFlag ShmRank::*flag, uint32_t value) const {
+  for (int r = 0; r < layout_.size; ++r) {
+    if (r != rank_ && !shm_reached(shm_look(&(ranks_[r].*flag)), value)) return false;
+  }
+  return true;
 }
 
 ShmEnd ShmChannel::await(ShmFlag ShmRank::*flag, uint32_t value) const {

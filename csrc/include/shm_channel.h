@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,11 @@ class ShmChannel {
   ShmEnd all_reduce(void* data, int64_t count, Element element, Reduce reduce);
   // `full`: size * count elements; `out`: count of them, outside of `full` or exactly this rank's place in it.
   ShmEnd reduce_scatter(void* out, const void* full, int64_t count, Element element);
+  // The same in two halves. The first shows the others what fits into free slots and waits for nobody; the second does
+  // the rest. In between this rank leaves `full` and `out` alone and makes no other call, which ends with kUnfinished.
+  // Throws std::logic_error for a second half without a first.
+  ShmEnd begin_reduce_scatter(void* out, const void* full, int64_t count, Element element);
+  ShmEnd finish_reduce_scatter();
   // `shard`: `bytes`; `out`: size * bytes. `shard` may be this rank's place in `out`.
   ShmEnd all_gather(void* out, const void* shard, int64_t bytes);
   ShmEnd broadcast(void* data, int64_t bytes, int root);
@@ -49,17 +55,32 @@ class ShmChannel {
   std::string failure() const;
 
  private:
-  struct Call;
+  struct Call {
+    ShmKind kind;
+    int64_t element, reduce, root, count;
+  };
   struct Part {
     int64_t at, bytes;
   };
   using Bytes = unsigned char;
+  struct Scatter {  // between its halves
+    Call call;
+    Bytes* out;
+    const Bytes* full;
+    int64_t each, part, num_chunks, published;  // bytes of `out`; of a chunk, for each rank
+  };
 
   ShmEnd one_shot(Bytes* data, int64_t count, Element element, Reduce reduce);
   ShmEnd two_shot(Bytes* data, int64_t count, Element element, Reduce reduce);
   template <typename Publish, typename Take>
   ShmEnd run(const Call& call, int64_t num_chunks, const Publish& publish, const Take& take);
+  template <typename Publish>
+  int64_t publish_free(int64_t num_chunks, const Publish& publish);
+  template <typename Publish, typename Take>
+  ShmEnd finish(const Call& call, int64_t num_chunks, int64_t published, const Publish& publish, const Take& take);
+  void publish_scatter(const Scatter& scatter, int64_t c, uint32_t chunk) const;
   ShmEnd begin(const Call& call);
+  bool reached(ShmFlag ShmRank::*flag, uint32_t value) const;
   ShmEnd await(ShmFlag ShmRank::*flag, uint32_t value) const;
   ShmEnd give_up(const ShmGroup& group, const ShmGoal& goal, ShmState state) const;
   ShmEnd compare(const Call& call) const;
@@ -78,6 +99,7 @@ class ShmChannel {
   const ShmPatience patience_;
   uint32_t chunks_;  // of all calls so far
   int64_t calls_ = 0;
+  std::optional<Scatter> begun_;
 };
 
 }  // namespace megalite

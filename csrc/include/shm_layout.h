@@ -7,6 +7,8 @@
 //   done   r has read the others' results of chunk c     -> c + 1
 // Before writing chunk c into its slot a rank waits for taken >= c - 1 of all others (chunk c - 2 had the buffer), and
 // before writing a result for done >= c - 1. All ranks count all flags alike in every kind of call.
+// A reduce_scatter may pause behind its first chunks (those that it need not wait for), while its rank computes: to the
+// others that is a slow rank.
 #pragma once
 
 #include <cstddef>

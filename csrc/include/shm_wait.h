@@ -10,7 +10,10 @@
 
 namespace megalite {
 
-enum class ShmState : int { kOk = 0, kLate = 1, kDead = 2, kMismatch = 3, kFailed = 4, kInterrupted = 5 };
+// kUnfinished: the call stands between the halves of another one of the same rank.
+enum class ShmState : int {
+  kOk = 0, kLate = 1, kDead = 2, kMismatch = 3, kFailed = 4, kUnfinished = 5, kInterrupted = 6
+};
 
 // A process, told from a later one with the same pid by its start.
 struct ShmProcess {

@@ -6,6 +6,7 @@ names the rank at fault. After a failure every later call fails at once, since r
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ ELEMENTS = {
 }
 """What can be reduced, with the codes of csrc/include/shm_reduce.h."""
 OPS = {"sum": 0, "max": 1, "min": 2}
-OK, LATE, DEAD, MISMATCH, FAILED = range(5)
+OK, LATE, DEAD, MISMATCH, FAILED, UNFINISHED = range(6)
 """How a call ended: ShmState of csrc/include/shm_wait.h."""
 
 
@@ -93,10 +94,23 @@ class ShmChannel:
 
         Numerics: as all_reduce.
         """
+        self._call(self._lib.reduce_scatter, self._scatter(out, full), "reduce_scatter", full)
+
+    def begin_reduce_scatter(self, out: Tensor, full: Tensor) -> Callable[[], None]:
+        """The first half of reduce_scatter: shows the others what fits, without waiting for them. The second half is
+        the call that is returned; until then both tensors are left alone and the channel gets no other call, which
+        would fail for all ranks."""
+        self._call(self._lib.begin_reduce_scatter, self._scatter(out, full), "reduce_scatter", full)
+        return partial(self._finish_reduce_scatter, out, full)
+
+    def _finish_reduce_scatter(self, out: Tensor, full: Tensor) -> None:
+        """Its arguments were kept alive so far: the library has their addresses."""
+        self._call(self._lib.finish_reduce_scatter, (), "reduce_scatter", full)
+
+    def _scatter(self, out: Tensor, full: Tensor) -> tuple[int, int, int, int]:
         assert full.numel() == out.numel() * len(self.ranks)
         assert full.dtype == out.dtype
-        numbers = (out.data_ptr(), full.data_ptr(), out.numel(), ELEMENTS[out.dtype])
-        self._call(self._lib.reduce_scatter, numbers, "reduce_scatter", full)
+        return out.data_ptr(), full.data_ptr(), out.numel(), ELEMENTS[out.dtype]
 
     def all_gather(self, out: Tensor, shard: Tensor) -> None:
         """Put the ranks' shards into `out`, in rank order."""
@@ -137,6 +151,8 @@ class ShmChannel:
         me, others = self.ranks[self._rank], [self.ranks[r] for r in at_fault]
         if state == FAILED:
             return f"rank {me} can't do {what}: the ranks are out of step since: {self._lib.failure()}"
+        if state == UNFINISHED:
+            return f"rank {me} calls {what} before it has waited for its last reduce_scatter"
         if state == DEAD:
             pids = _listed([self._pids[r] for r in at_fault])
             return f"rank {_listed(others)} died (pid {pids}); rank {me} waited for it in {what}"

@@ -64,7 +64,13 @@ void one_round(ShmChannel& channel, const Shape& shape, int rank, int round, int
   for (int64_t i = 0; i < count; ++i) expect(own[i] == sum_at(shape, round, i), "all_reduce", rank, round);
 
   own = numbers(rank, round, count);
-  succeed(channel.reduce_scatter(piece.data(), own.data(), each, Element::kInt32), "reduce_scatter", rank);
+  if ((round + rank) % 2 == 0) {
+    succeed(channel.reduce_scatter(piece.data(), own.data(), each, Element::kInt32), "reduce_scatter", rank);
+  } else {  // in halves, with time for the others in between
+    succeed(channel.begin_reduce_scatter(piece.data(), own.data(), each, Element::kInt32), "first half", rank);
+    round % 3 == 0 ? sched_yield() : usleep(round % 3 * 50);
+    succeed(channel.finish_reduce_scatter(), "second half", rank);
+  }
   for (int64_t i = 0; i < each; ++i)
     expect(piece[i] == sum_at(shape, round, rank * each + i), "reduce_scatter", rank, round);
 

@@ -16,11 +16,13 @@ CSRC = ROOT / "csrc"
 SOURCES = ("shm_channel.cpp", "shm_wait.cpp", "shm_reduce.cpp")
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-pthread", "-fsanitize=thread", "-Wall", "-Wextra"]
-AWAIT = r"await\(&ShmRank::\w+, [^)]*\)"
-NUM_AWAITS = len(re.findall(AWAIT, (CSRC / "shm_channel.cpp").read_text()))
+WAIT = r"(await|reached)\(&ShmRank::\w+, [^)]*\)"
+WAITS = re.findall(WAIT, (CSRC / "shm_channel.cpp").read_text())
+"""Of each place where a flag is waited for, or looked at instead: which of the two."""
+PASSED = {"await": "ShmEnd{}", "reached": "true"}
 RELAXED = {
-    NUM_AWAITS + 1: ("shm_wait.cpp", r"(__atomic_exchange_n\(&flag->value, value, )__ATOMIC_SEQ_CST\)"),
-    NUM_AWAITS + 2: ("include/shm_wait.h", r"(__atomic_load_n\(&flag->value, )__ATOMIC_SEQ_CST\)"),
+    len(WAITS) + 1: ("shm_wait.cpp", r"(__atomic_exchange_n\(&flag->value, value, )__ATOMIC_SEQ_CST\)"),
+    len(WAITS) + 2: ("include/shm_wait.h", r"(__atomic_load_n\(&flag->value, )__ATOMIC_SEQ_CST\)"),
 }
 """Orders that are weakened: fault -> (file, call up to its order)."""
 
@@ -30,8 +32,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def plant(csrc: Path) -> None:
     """Build the faults into a copy of the sources; fault n acts when the program's `planted` is n."""
     channel = csrc / "shm_channel.cpp"
-    numbers = iter(range(1, NUM_AWAITS + 1))
-    text = re.sub(AWAIT, lambda m: f"(planted == {next(numbers)} ? ShmEnd{{}} : {m[0]})", channel.read_text())
+    numbers = iter(range(1, len(WAITS) + 1))
+    text = re.sub(WAIT, lambda m: f"(planted == {next(numbers)} ? {PASSED[m[1]]} : {m[0]})", channel.read_text())
     channel.write_text(f"extern int planted;\n{text}")
     for fault, (name, call) in RELAXED.items():
         text, num = re.subn(
@@ -72,7 +74,7 @@ def test_a_mismatch_is_told_to_every_rank(program):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("fault", range(1, NUM_AWAITS + 1))
+@pytest.mark.parametrize("fault", range(1, len(WAITS) + 1))
 def test_each_wait_left_out_is_reported(program, fault):
     """As a race, or as a wrong value where what was read too late was ordered, or as calls that do not match."""
     done = run(program, fault, 3, 100)
@@ -89,5 +91,7 @@ def test_each_weakened_order_is_a_reported_race(program, fault):
 
 
 def test_every_wait_is_among_the_faults():
-    assert NUM_AWAITS == 6
-    assert (CSRC / "shm_channel.cpp").read_text().count("await(") == NUM_AWAITS + 1  # and the definition
+    text = (CSRC / "shm_channel.cpp").read_text()
+    for how, num in (("await", 6), ("reached", 1)):
+        assert WAITS.count(how) == num
+        assert len(re.findall(rf"\b{how}\(", text)) == num + 1  # and the definition
