@@ -5,6 +5,7 @@ faster. Every group carries the run's time-out. At size 1 a group has no process
 a no-op.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -37,6 +38,10 @@ class LocalChannel(Protocol):
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> None:
         """This rank's piece of the sum; `out` may be its own place in `full`."""
+
+    def begin_reduce_scatter(self, out: Tensor, full: Tensor) -> Callable[[], None] | None:
+        """The same up to where others are waited for; the rest is the call that is returned, before which the channel
+        gets no other. None: it is through."""
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """In place, from the group's rank `root`."""

@@ -1,15 +1,15 @@
 """Collectives on a mesh group: asynchronous, a no-op at size 1, every byte counted in the ledger.
 
 Invariant: results do not depend on arrival order. A call goes through the group's local channel where there is one that
-takes the tensors (it is then done when it returns), else through the process group. gloo's own reduce_scatter moves an
-all-reduce's bytes, so there a reduce-scatter is an all-to-all and a sum in rank order, which sends (W-1)/W of the
-tensor and is deterministic. The ledger counts the same for every way.
+takes the tensors (then done when it returns, unless it is `exclusive`), else through the process group. gloo's own
+reduce_scatter moves an all-reduce's bytes, so there a reduce-scatter is an all-to-all and a sum in rank order, which
+sends (W-1)/W of the tensor and is deterministic. The ledger counts the same for every way.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, Literal
 
@@ -43,7 +43,9 @@ class Work:
     @property
     def done(self) -> bool:
         """Whether `wait` is known to return at once."""
-        return self.handle is None or self.in_stream or self.handle.is_completed()
+        if self.handle is None:
+            return self.finish is None
+        return self.in_stream or self.handle.is_completed()
 
     def wait(self) -> None:
         """Block until the result is there (on a GPU: until this stream may read it)."""
@@ -122,8 +124,14 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, *, site: str = "", asyn
 
 
 @_traced
-def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", async_op: bool = False) -> Work:
+def reduce_scatter(
+    out: Tensor, full: Tensor, group: Group, *, site: str = "", async_op: bool = False, exclusive: bool = False
+) -> Work:
     """Sum the ranks' `full` tensors; rank r receives rows [r*n, (r+1)*n) of the sum in `out`.
+
+    Args:
+        exclusive: the caller makes no other call on these ranks before its wait, so that a local channel's call can be
+            on its way, too, from here to there.
 
     Communication: sends (W-1)/W of `full`'s bytes.
     Numerics: on CPU ranks summed in rank order, bf16 and fp16 in fp32 with one rounding.
@@ -134,6 +142,9 @@ def reduce_scatter(out: Tensor, full: Tensor, group: Group, *, site: str = "", a
             out.copy_(full)
         return DONE
     group.ledger.record(group.axis, "reduce_scatter", site, (group.size - 1) * out.nbytes)
+    if exclusive and async_op and group.local is not None and group.local.takes(out, full):
+        finish = _at_site(site, group.local.begin_reduce_scatter, out, full)
+        return DONE if finish is None else Work(finish=partial(_at_site, site, finish))
     if _locally("reduce_scatter", group, site, (out, full)):
         return DONE
     if full.device.type != "cpu":
@@ -184,17 +195,21 @@ def _swap_reduce(out: Tensor, full: Tensor, group: Group) -> Work:
 
 
 def _locally(op: str, group: Group, site: str, tensors: tuple[Tensor, ...], *arguments: Any) -> bool:
-    """Make the call through the group's channel if there is one that takes the tensors; a failure says at which call
-    site."""
+    """Make the call through the group's channel if there is one that takes the tensors."""
     local = group.local
     if local is None or not local.takes(*tensors):
         return False
+    _at_site(site, getattr(local, op), *tensors, *arguments)
+    return True
+
+
+def _at_site(site: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the call returns; a failure says at which call site."""
     try:
-        getattr(local, op)(*tensors, *arguments)
+        return call(*arguments)
     except RuntimeError as error:
         error.add_note(f"at call site {site or '(unnamed)'}")
         raise
-    return True
 
 
 def _started(work: Work, async_op: bool) -> Work:

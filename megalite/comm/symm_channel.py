@@ -147,6 +147,10 @@ class SymmChannel:
             numbers = (out.numel(), FORMATS[out.dtype], stream)
             self._kernels.symm_reduce_scatter(self._team, full.data_ptr(), out.data_ptr(), *numbers)
 
+    def begin_reduce_scatter(self, out: Tensor, full: Tensor) -> None:
+        """All of it: it is in the stream's order, and blocks nobody here."""
+        self.reduce_scatter(out, full)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the tensor of the group's rank `root` to all.
 

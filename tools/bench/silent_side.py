@@ -34,6 +34,10 @@ class SilentChannel:
         if out.data_ptr() != full.data_ptr():
             out.copy_(full[: len(out)])
 
+    def begin_reduce_scatter(self, out: Tensor, full: Tensor) -> None:
+        """All of it."""
+        self.reduce_scatter(out, full)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """What it holds already."""
 

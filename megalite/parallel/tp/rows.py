@@ -67,8 +67,13 @@ def check_divisible(num_rows: int, tp: TensorParallel) -> None:
         )
 
 
-def start_reduce_rows(partial: Tensor, tp: TensorParallel, *, site: str) -> tuple[Work, Tensor]:
+def start_reduce_rows(
+    partial: Tensor, tp: TensorParallel, *, site: str, exclusive: bool = False
+) -> tuple[Work, Tensor]:
     """Begin to sum the ranks' partial sums; the result holds this rank's rows after the wait.
+
+    Args:
+        exclusive: nothing else is called on the tp group before the wait: see reduce_scatter.
 
     Communication: reduce-scatter with sequence parallel, (tp-1)/tp of partial's bytes; else all-reduce, in place,
     twice that.
@@ -77,7 +82,8 @@ def start_reduce_rows(partial: Tensor, tp: TensorParallel, *, site: str) -> tupl
         return all_reduce(partial, tp.group, site=site, async_op=True), partial
     check_divisible(partial.shape[0], tp)
     own = partial.new_empty(partial.shape[0] // tp.size, *partial.shape[1:])
-    return reduce_scatter(own, partial.contiguous(), tp.group, site=site, async_op=True), own
+    work = reduce_scatter(own, partial.contiguous(), tp.group, site=site, async_op=True, exclusive=exclusive)
+    return work, own
 
 
 def reduce_rows(partial: Tensor, tp: TensorParallel, *, site: str) -> Tensor:

@@ -35,7 +35,7 @@ class NoOverlap:
         self, dy: Tensor, weight: Tensor, *, tp: TensorParallel, site: str, meanwhile: Callable[[], T]
     ) -> tuple[Tensor, T]:
         """See Overlap."""
-        work, dx = start_reduce_rows(dy.mm(weight), tp, site=site)
+        work, dx = start_reduce_rows(dy.mm(weight), tp, site=site, exclusive=True)
         result = meanwhile()
         work.wait()
         return dx, result
