@@ -92,9 +92,14 @@ def test_a_columns_weight_gradient_runs_under_the_sum_of_its_dx(sequence_paralle
             assert calls[-1] < grads[0] < waits[0] < grads[1] < waits[1], f"{site}: {events}"
 
 
-def test_one_part_waits_at_once():
-    """So the spans tell the two apart: a blocking collective has none for its wait."""
+def test_one_part_waits_at_once_but_for_the_sum_of_a_columns_dx():
+    """So the spans tell the two apart: a blocking collective has none for its wait. Under the sum of dx runs the weight
+    gradient, and no other call of the group."""
     config = make_config(LLAMA | ONE_BLOCK, mesh={"tp": 2}, overlap={"backend": "none"})
+    columns = ("mlp.gate_up", "attention.qkv")
     for events in run_ranks(2, order_of, config):
         assert len(at(events, "mlp.down.forward")) == 1
-        assert not [event for event in events if event.startswith("wait")]
+        assert [event for event in events if event.startswith("wait")] == [f"wait {site}.backward" for site in columns]
+        for site in columns:
+            (call,) = at(events, f"{site}.backward")
+            assert events[call : call + 3] == [f"{site}.backward", f"wgrad {site}", f"wait {site}.backward"]

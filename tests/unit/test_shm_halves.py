@@ -24,8 +24,9 @@ def begin(team: Team, rank: int, full: Tensor):
 
 
 def published(team: Team, rank: int) -> int:
-    """The rank's `ready` flag: see csrc/include/shm_layout.h."""
-    return team.segment[-team.segment.data_ptr() % 128 :].view(-1)[1152 + 640 * rank :][:4].view(torch.int32).item()
+    """Chunks so far, by the rank's `ready` flag: see csrc/include/shm_layout.h."""
+    flag = team.segment[-team.segment.data_ptr() % 128 :][1152 + 640 * rank :][:4].view(torch.int32).item()
+    return (flag - team.tuning.first_chunk) % 2**32
 
 
 def scatter(team: Team, full: list[Tensor], in_halves) -> Tensor:
@@ -97,10 +98,11 @@ def test_a_long_one_is_published_as_far_as_it_fits():
     assert torch.equal(torch.cat([first, second]), in_rank_order(full))
 
 
+@pytest.mark.parametrize("first_chunk", [0, 2**31 - 1, 2**32 - 1])
 @pytest.mark.parametrize(("before", "free"), [(1, 1), (2, 0)])
-def test_slots_that_are_not_free_are_left_to_the_second_half(before, free):
+def test_slots_that_are_not_free_are_left_to_the_second_half(before, free, first_chunk):
     """Rank 0 is through with a call whose chunks rank 1 has not taken, when it begins the next."""
-    team = Team(2, timeout_s=5.0)
+    team = Team(2, timeout_s=5.0, first_chunk=first_chunk)
     old = [data(r, 2 * before * FLOATS, torch.float32) for r in range(2)]
     new = [data(r + 5, 6 * FLOATS, torch.float32) for r in range(2)]
     outs = [torch.empty(before * FLOATS), torch.empty(0)]
