@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite import native
 from megalite.comm.attach import attach_channels
@@ -23,6 +24,7 @@ from tests.dist.pool import RankError, mesh_for, run_ranks
 from tests.dist.test_collectives import only_entry
 from tests.dist.test_tp_layers import MODELS, train_rank
 from tests.unit.model_tools import make_config
+from tests.unit.test_shm_channel import in_rank_order
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled extension")
 ROWS, K, N = 1536, 256, 24
@@ -34,14 +36,21 @@ def blocking(partial, tp, *, site, exclusive=False):
     return start_reduce_rows(partial, tp, site=site)
 
 
+def inputs(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """A rank's dy, weight and x."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(*shape, generator=generator).to(dtype) for shape in ((ROWS, N), (N, K), (ROWS, K))]
+
+
 def backward(rank: int, world: int, dtype: torch.dtype) -> None:
     tp = TensorParallel(mesh_for(Sizes(tp=world)).tp, sequence_parallel=True)
-    generator = torch.Generator().manual_seed(rank)
-    dy, weight, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((ROWS, N), (N, K), (ROWS, K)))
+    dy, weight, x = inputs(rank, dtype)
     how = {"tp": tp, "site": "here", "meanwhile": lambda: dy.t().mm(x)}
     found = [NO_OVERLAP.dgrad_reduce(dy, weight, **how) for _ in range(3)]
     with mock.patch.object(none, "start_reduce_rows", blocking):
         expected = NO_OVERLAP.dgrad_reduce(dy, weight, **how)
+    partial = [theirs[0].mm(theirs[1]) for theirs in (inputs(r, dtype) for r in range(world))]
+    assert torch.equal(expected[0], in_rank_order(partial).chunk(world)[rank])
     for pair in found:
         assert all(torch.equal(mine, truth) for mine, truth in zip(pair, expected, strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from megalite.comm import attach_symm as module
 from megalite.comm.attach import WITH_COLLECTIVES, attach_channels
 from megalite.comm.attach_symm import attach_symm
-from megalite.comm.collectives import all_gather, all_reduce
+from megalite.comm.collectives import DONE, all_gather, all_reduce, reduce_scatter
 from megalite.comm.symm_channel import SymmChannel
 from megalite.comm.symmetric import open_heap
 from megalite.config.schema import Comm
@@ -62,6 +62,9 @@ def on_one_host(rank: int, world: int, library) -> None:
     out = torch.empty(world, 5)
     all_gather(out, torch.full((1, 5), float(rank)), mesh.world)
     assert out[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    part, full = torch.empty(3), torch.arange(3.0 * world) + rank
+    assert reduce_scatter(part, full, mesh.world, async_op=True, exclusive=True) is DONE  # in the stream's order
+    assert part.tolist() == [4.0 * i + 6.0 for i in range(3 * rank, 3 * rank + 3)]
     assert [mesh.ledger.calls[entry] for entry in mesh.ledger.calls if entry.op == "all_reduce"] == [1, 1, 1]
     mesh.ledger.reset()
     mesh.world.local.barrier()

@@ -127,6 +127,8 @@ def test_a_silent_group_sends_nothing_and_leaves_finite_numbers():
     all_gather(out, out[3:], group)
     assert torch.equal(out, torch.cat([shard + 1, shard + 1]))
     own = torch.full((3, 2), torch.nan)
+    reduce_scatter(own, torch.cat([shard + 9, shard]), group, async_op=True, exclusive=True).wait()
+    assert own.tolist() == (shard + 9).tolist()
     reduce_scatter(own, torch.cat([shard, shard + 5]), group)
     assert torch.equal(own, shard)
     all_reduce(own, group)
