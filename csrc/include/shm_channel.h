@@ -1,6 +1,7 @@
 // Collectives between the CPU ranks of one host over a shared segment. Every rank of the group makes one ShmChannel on
-// the same segment of zeros (shm_layout.h) and calls the same collectives in the same order. Blocking. Results are the
-// same bits on all ranks and in all runs: sums are made in rank order, two-byte floats in fp32 with one rounding.
+// the same segment of zeros (shm_layout.h) and calls the same collectives in the same order. Blocking, but for the
+// first half of a reduce_scatter. Results are the same bits on all ranks and in all runs: sums are made in rank order,
+// two-byte floats in fp32 with one rounding.
 #pragma once
 
 #include <cstdint>
