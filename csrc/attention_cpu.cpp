@@ -3,14 +3,16 @@
 // Reference: Dao, arXiv:2307.08691, section 3.1 (the gradients); without its online softmax, since a few whole rows of
 // scores fit into the caches of a CPU.
 //
-// [Note: rows in strips] A sequence's head is computed kStrip rows at a time, on the columns that these see together,
-// rounded to whole vectors; what one row of a strip must not see is set to minus infinity before the weights are made,
-// and is zero after that. The strips and the order of every sum are the same for all vector levels.
+// [Note: blocks and strips] A head's scores are made for kBlock rows at a time, within these for kStrip rows on the
+// columns that a strip sees together, rounded to whole vectors. What one row must not see there is set to minus infinity
+// before the weights are made, so that its weight is zero; columns behind are never read. Strips and the order of every
+// sum are the same for all vector levels, the tiles of registers that make them are not.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "host.h"
 #include "host_kernels.h"
@@ -21,8 +23,8 @@ namespace megalite {
 namespace {
 
 constexpr int64_t kVector = 16;  // floats; head dims are padded to whole ones
-constexpr int64_t kStrip = 8;    // rows of scores that are made together
-constexpr int64_t kBlock = 64;   // rows whose share of dk and dv is added at once; sequences are padded to whole ones
+constexpr int64_t kStrip = 8;    // rows of a product that is made at once
+constexpr int64_t kBlock = 64;   // rows whose scores are held; sequences are padded to whole ones
 
 constexpr float kLog2E = 1.44269504f;  // weights are powers of two: scores carry this factor
 
@@ -89,10 +91,11 @@ int attention_cpu(const Attention& op, const Run& run) {
   if (units == 0 || op.seq_len == 0) return kOk;
   const int64_t work = op.samples * op.heads * op.seq_len * (op.seq_len / 8 + op.head_dim);
   const int parts = static_cast<int>(std::min<int64_t>(units, parts_for(work, run.threads)));
+  std::vector<Memory> memory;  // made here: an allocation that fails on another thread would end the process
+  for (int part = 0; part < parts; ++part) memory.emplace_back(op);
   run_parts(parts, [&](int part) {
-    const Memory memory(op);
     MEGALITE_PICK(attention_range, run.simd)
-    (op, run.bf16, memory.at, units * part / parts, units * (part + 1) / parts);
+    (op, run.bf16, memory[part].at, units * part / parts, units * (part + 1) / parts);
   });
   return kOk;
 }

@@ -1,4 +1,4 @@
-// Causal attention of sequences' kv heads [begin, end); see each_target.h and [Note: rows in strips] in
+// Causal attention of sequences' kv heads [begin, end); see each_target.h and [Note: blocks and strips] in
 // attention_cpu.cpp. Head dims are padded with zeros to whole vectors and sequences to whole tiles, so products have no
 // rests.
 
@@ -67,7 +67,7 @@ void fetch_ahead(const T* row, int64_t stride, int64_t size) {
   for (int64_t i = 0; i < size * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(next + i, Write);
 }
 
-// One head of a sequence, times `scale` and with sign 1 rotated, into rows of at.width floats; zeros around it.
+// One head of a sequence, rotated if asked for and times `scale`, into rows of at.width floats; zeros around it.
 template <typename T>
 void unpack(const Attention& op, const Scratch& at, Tokens<const T> from, bool rotated, float scale, float* to) {
   const int64_t size = op.head_dim, width = at.width, half = size / 2;
@@ -225,7 +225,6 @@ void forward_head(const Attention& op, int64_t sample, int64_t index, const Scra
       inverse[r] = 1.0f / total;
       log_sums[s + r] = maximum + log2f(total);
       clear(scores, block.low, seen.low);
-      clear(scores, seen.high, block.high);
     }
     times_rows(at, at.scores, at.v, s, block, at.mixed);
     for (int64_t r = 0; r < rows; ++r) {
@@ -249,21 +248,17 @@ void forward_kv_heads(const Attention& op, const Scratch& at, int64_t begin, int
   }
 }
 
-// Weights and the gradients of scores of rows [s, s + kBlock); zeros where a row sees nothing.
+// Weights and the gradients of scores of rows [s, s + kBlock), up to the last column that each one sees. Rows behind the
+// sequence are zeros times zeros.
 inline void block_scores(const Attention& op, const float* log_sums, int64_t s, const Span& block, const Scratch& at) {
   times_turned(at, at.q + s * at.width, at.k_turned, s, block, at.scores);
   times_turned(at, at.dout + s * at.width, at.v_turned, s, block, at.dscores);
-  for (int64_t r = 0; r < kBlock; ++r) {
+  for (int64_t r = 0; r < kBlock && s + r < op.seq_len; ++r) {
     float *scores = at.scores + r * at.stride, *dscores = at.dscores + r * at.stride;
-    Span seen{block.high, block.high};
-    if (s + r < op.seq_len) {
-      seen = hide(scores, at.first[s + r], s + r);
-      differentiate(scores, dscores, seen, log_sums[s + r]);
-    }
-    for (float* row : {scores, dscores}) {
-      clear(row, block.low, seen.low);
-      clear(row, seen.high, block.high);
-    }
+    const Span seen = hide(scores, at.first[s + r], s + r);
+    differentiate(scores, dscores, seen, log_sums[s + r]);
+    clear(scores, block.low, seen.low);
+    clear(dscores, block.low, seen.low);
   }
 }
 

@@ -95,7 +95,8 @@ class Block(Link):
 
     def steps(self, x: Tensor, batch: Microbatch) -> Steps:
         """(rows, D) -> (rows, D)."""
-        branch = yield from self.attention.steps(self.attention_norm(x), batch)
+        normed, x = self.attention_norm.beside(x)
+        branch = yield from self.attention.steps(normed, batch)
         normed, x = self.mlp_norm.after_add(self._drop(branch, "attention", batch), x)
         branch = yield from self.mlp.steps(normed)
         return self._drop(branch, "mlp", batch).add_(x)

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from megalite.kernels.layernorm import layernorm, layernorm_residual
-from megalite.kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from megalite.kernels.layernorm import layernorm, layernorm_beside, layernorm_residual
+from megalite.kernels.rmsnorm import rmsnorm, rmsnorm_beside, rmsnorm_residual
 from megalite.model.context import ModelContext
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.tp.rows import empty_param
@@ -32,6 +32,10 @@ class RmsNorm(_Norm):
         """(rows, D) -> (rows, D)."""
         return rmsnorm(x, self.weight, eps=self.eps, impl=self.impl)
 
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x for the branch around it: their gradients are added in the norm's kernel."""
+        return rmsnorm_beside(x, self.weight, eps=self.eps, impl=self.impl)
+
     def after_add(self, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of branch + x, and the sum, in one kernel."""
         return rmsnorm_residual(branch, x, weight=self.weight, eps=self.eps, impl=self.impl)
@@ -47,6 +51,10 @@ class LayerNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """(rows, D) -> (rows, D)."""
         return layernorm(x, self.weight, self.bias, eps=self.eps, impl=self.impl)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x for the branch around it: their gradients are added in the norm's kernel."""
+        return layernorm_beside(x, self.weight, self.bias, eps=self.eps, impl=self.impl)
 
     def after_add(self, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of branch + x, and the sum, in one kernel."""

@@ -9,7 +9,9 @@ from megalite.kernels.cross_entropy import cases as cross_entropy
 from megalite.kernels.cross_entropy import cross_entropy as cross_entropy_op
 from megalite.kernels.gelu import cases as gelu
 from megalite.kernels.layernorm import cases as layernorm
+from megalite.kernels.layernorm import layernorm_beside
 from megalite.kernels.rmsnorm import cases as rmsnorm
+from megalite.kernels.rmsnorm import rmsnorm_beside
 from megalite.kernels.rope import cases as rope
 from megalite.kernels.swiglu import cases as swiglu
 from megalite.kernels.wgrad import cases as wgrad
@@ -103,6 +105,22 @@ def test_norm_folds_leading_dims(name):
     assert torch.equal(cube.view(16, 64), flat)
     flat_grad, cube_grad = (torch.autograd.grad(y.square().sum(), tensors) for y in (flat, cube))
     assert all(torch.equal(a, b) for a, b in zip(flat_grad, cube_grad, strict=True))
+
+
+@pytest.mark.parametrize("beside", [rmsnorm_beside, layernorm_beside])
+def test_a_norm_beside_its_input_adds_both_gradients(beside):
+    """One pass of the kernel, no addition of autograd's: what the norm and a plain use of x give together."""
+    module = rmsnorm if beside is rmsnorm_beside else layernorm
+    tensors, _ = next(case for case in module.CASES if case.dtype == torch.float64 and case.name == "16x64").inputs()
+    x, *params = tensors
+    y, skipped = beside(x.view(2, 8, 64), *params, eps=1e-5)
+    assert skipped.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(y.view(16, 64), module.call(x, *params))
+    dy, dx = (torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(i), dtype=x.dtype) for i in range(2))
+    found = torch.autograd.grad((y, skipped), tensors, (dy, dx))
+    expected = torch.autograd.grad(module.call(x, *params), tensors, dy.view(16, 64))
+    torch.testing.assert_close(found[0], expected[0] + dx.view(16, 64), rtol=1e-14, atol=1e-14)
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
 
 
 def test_norm_params_gradients_leave_in_fp32_for_bf16():

@@ -1,5 +1,5 @@
-"""LayerNorm, alone and with the residual add before it."""
+"""LayerNorm, alone, with the residual add before it, and beside what it norms."""
 
-from megalite.kernels.layernorm.op import layernorm, layernorm_residual
+from megalite.kernels.layernorm.op import layernorm, layernorm_beside, layernorm_residual
 
-__all__ = ["layernorm", "layernorm_residual"]
+__all__ = ["layernorm", "layernorm_beside", "layernorm_residual"]

@@ -1,4 +1,5 @@
-"""LayerNorm, alone and fused with the residual add before it, as autograd functions over pure ones."""
+"""LayerNorm, alone, fused with the residual add before it, and beside what it norms, as autograd functions over pure
+ones."""
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = ctx.impl.backward(dy, x, ctx.weight, mean, rstd)
+        return dx, accumulate_grad(ctx.weight, dweight), accumulate_grad(ctx.bias, dbias), None, None
+
+
+class _LayerNormBeside(_LayerNorm):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, impl):
+        return _LayerNorm.forward(ctx, x, weight, bias, eps, impl), x
+
+    @staticmethod
+    def backward(ctx, dy, dskipped):
+        x, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = ctx.impl.backward_residual(dy, dskipped, x, ctx.weight, mean, rstd)
         return dx, accumulate_grad(ctx.weight, dweight), accumulate_grad(ctx.bias, dbias), None, None
 
 
@@ -46,6 +59,16 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=refer
     """
     _check(x, weight, bias)
     return in_shape(_LayerNorm.apply(as_matrix(x), weight, bias, eps, impl), x)
+
+
+def layernorm_beside(
+    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=reference
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x (..., D), and x itself for whoever else reads it: backward adds the two gradients in its one
+    pass."""
+    _check(x, weight, bias)
+    y, skipped = _LayerNormBeside.apply(as_matrix(x), weight, bias, eps, impl)
+    return in_shape(y, x), in_shape(skipped, x)
 
 
 def layernorm_residual(

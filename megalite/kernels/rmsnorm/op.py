@@ -1,4 +1,5 @@
-"""RMSNorm, alone and fused with the residual add before it, as autograd functions over pure ones."""
+"""RMSNorm, alone, fused with the residual add before it, and beside what it norms, as autograd functions over pure
+ones."""
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, rstd = ctx.saved_tensors
         dx, dweight = ctx.impl.backward(dy, x, ctx.weight, rstd)
+        return dx, accumulate_grad(ctx.weight, dweight), None, None
+
+
+class _RmsNormBeside(_RmsNorm):
+    @staticmethod
+    def forward(ctx, x, weight, eps, impl):
+        return _RmsNorm.forward(ctx, x, weight, eps, impl), x
+
+    @staticmethod
+    def backward(ctx, dy, dskipped):
+        x, rstd = ctx.saved_tensors
+        dx, dweight = ctx.impl.backward_residual(dy, dskipped, x, ctx.weight, rstd)
         return dx, accumulate_grad(ctx.weight, dweight), None, None
 
 
@@ -46,6 +59,13 @@ def rmsnorm(x: Tensor, weight: Tensor, *, eps: float, impl=reference) -> Tensor:
     """
     _check(x, weight)
     return in_shape(_RmsNorm.apply(as_matrix(x), weight, eps, impl), x)
+
+
+def rmsnorm_beside(x: Tensor, weight: Tensor, *, eps: float, impl=reference) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x (..., D), and x itself for whoever else reads it: backward adds the two gradients in its one pass."""
+    _check(x, weight)
+    y, skipped = _RmsNormBeside.apply(as_matrix(x), weight, eps, impl)
+    return in_shape(y, x), in_shape(skipped, x)
 
 
 def rmsnorm_residual(
