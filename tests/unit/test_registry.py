@@ -4,6 +4,7 @@ import importlib
 import logging
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,13 @@ def test_auto_without_the_extension_says_so(compiled_only, monkeypatch):
     assert second.endswith("(auto: the device is cpu)")
     with pytest.raises(ValueError, match="kernels.rope=native can't be met: the extension is missing: no such file"):
         select(Kernels(rope="native"), CPU, torch.float32)
+
+
+def test_attention_without_vector_instructions_is_torch_s(extension, monkeypatch):
+    monkeypatch.setattr(native, "load", lambda: SimpleNamespace(simd_level=lambda: 0))
+    found = select(Kernels(), CPU, torch.float32)
+    assert (names(found)["attention"], names(found)["rmsnorm"]) == ("reference", "native")
+    assert "slower than torch's on a CPU without AVX2" in found.choices["attention"].why
 
 
 def test_native_is_for_the_cpu_and_not_for_fp64(extension):

@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from megalite import native
-from megalite.kernels.native_calls import as_table, how, problem
+from megalite.kernels.native_calls import as_table, how
+from megalite.kernels.native_calls import problem as problem_of_native
 from megalite.kernels.tiles import contiguous_columns
 
 __all__ = ["attend", "backward", "forward", "problem"]
 
 ROTATES = True
 Angles = tuple[Tensor, Tensor] | None
+
+
+def problem(device: torch.device, dtype: torch.dtype) -> str:
+    """Why it can't run on this device in this compute dtype, or nothing."""
+    reason = problem_of_native(device, dtype)
+    if not reason and native.load().simd_level() == 0:
+        return "its products are slower than torch's on a CPU without AVX2"
+    return reason
 
 
 class _Attention(torch.autograd.Function):

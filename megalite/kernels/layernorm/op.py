@@ -61,9 +61,7 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=refer
     return in_shape(_LayerNorm.apply(as_matrix(x), weight, bias, eps, impl), x)
 
 
-def layernorm_beside(
-    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=reference
-) -> tuple[Tensor, Tensor]:
+def layernorm_beside(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl=reference) -> tuple[Tensor, Tensor]:
     """LayerNorm of x (..., D), and x itself for whoever else reads it: backward adds the two gradients in its one
     pass."""
     _check(x, weight, bias)

@@ -62,7 +62,7 @@ def rmsnorm(x: Tensor, weight: Tensor, *, eps: float, impl=reference) -> Tensor:
 
 
 def rmsnorm_beside(x: Tensor, weight: Tensor, *, eps: float, impl=reference) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x (..., D), and x itself for whoever else reads it: backward adds the two gradients in its one pass."""
+    """RMSNorm of x (..., D), and x itself for whoever else reads it: backward adds both gradients in its one pass."""
     _check(x, weight)
     y, skipped = _RmsNormBeside.apply(as_matrix(x), weight, eps, impl)
     return in_shape(y, x), in_shape(skipped, x)
