@@ -122,7 +122,11 @@ def schedule(
     virtual: Annotated[int | None, Option(help="Chunks per rank; default what the kind needs.", min=1)] = None,
     microbatches: Annotated[int, Option(help="Microbatches per step.", min=1)] = 8,
     costs: Annotated[
-        str, Option(metavar="F,I,W,SEND", help="Lengths of forward, input and weight gradient, and message.")
+        str,
+        Option(
+            metavar="F,I,W,SEND",
+            help="Lengths of forward, input and weight gradient, and message; zb_h2 is made for them.",
+        ),
     ] = "1,1,1,0",
     png: Annotated[
         str | None, Option(metavar="[FILE]", help="Also draw it; default schedule_<kind>_pp<pp>_m<microbatches>.png.")

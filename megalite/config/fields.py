@@ -18,6 +18,7 @@ Positive = Annotated[int, Field(gt=0), BeforeValidator(_number)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 Real = Annotated[float, BeforeValidator(_number)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0), BeforeValidator(_number)]
+PositiveReal = Annotated[float, Field(gt=0.0), BeforeValidator(_number)]
 Share = Annotated[float, Field(ge=0.0), BeforeValidator(_number)]
 Flag = Annotated[bool, Strict()]
 

@@ -212,6 +212,8 @@ def _pipeline(config: Config) -> Iterator[str]:
         num_microbatches=config.batch.num_microbatches,
         sequences=sequences,
     )
+    if pipeline.schedule != "zb_h2":
+        yield from _unused(pipeline, "pipeline", {"costs": f"with pipeline.schedule={pipeline.schedule}"})
     if pipeline.layers is not None and pipeline.layout is not None:
         yield (
             f"pipeline.layers={shown(pipeline.layers)} and pipeline.layout={pipeline.layout} both say which blocks a "

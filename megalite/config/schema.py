@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from megalite.config.fields import Flag, NonNegative, Positive, Probability, Real, Section, Seed, Share
+from megalite.config.fields import (
+    Flag,
+    NonNegative,
+    Positive,
+    PositiveReal,
+    Probability,
+    Real,
+    Section,
+    Seed,
+    Share,
+)
 from megalite.config.overlap import Overlap
 from megalite.config.pipeline import equal_sizes, layout_sizes
 from megalite.config.recompute import Recompute, recompute_ops
@@ -151,6 +161,9 @@ class Pipeline(Section):
     layout: str | None = None
     """The same as text, `E,2*B|3*B|3*B|2*B,H`: stages joined by |, of E (embedding), n*B (blocks), H (head); or auto:
     stages of equal FLOPs, the head counted."""
+    costs: tuple[PositiveReal, PositiveReal, PositiveReal, Share] | None = None
+    """What zb_h2 is made for: lengths of a stage's forward, input gradient, weight gradient and of a message, in any
+    unit, as a trace shows them. Default 1, 1, 1, 0."""
 
 
 class Zero(Section):

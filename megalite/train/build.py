@@ -66,6 +66,7 @@ def build(config: Config, mesh: Mesh) -> Trainer:
         pp=config.mesh.pp,
         virtual=config.pipeline.virtual,
         num_microbatches=config.batch.num_microbatches,
+        costs=config.pipeline.costs,
     )
     _check_tied_ends(config, schedule)
     stages = build_stages(config, mesh, list(schedule.stages_of(mesh.pp.rank)))

@@ -214,6 +214,10 @@ CASES = {
         "data.eod_id=256 has no effect with data.document_mask=false and data.mask_eod_loss=false; set one of them to "
         "true, or leave data.eod_id out",
     ),
+    "costs without zb_h2": (
+        {"pipeline": {"costs": [1, 2, 1, 0]}},
+        "pipeline.costs=[1.0, 2.0, 1.0, 0.0] has no effect with pipeline.schedule=1f1b; leave it out (default null)",
+    ),
     "fp64 reduced in bf16": (
         {"precision": {"compute": "fp64", "reduce": "bf16"}},
         "precision.reduce=bf16 would round the gradients of precision.compute=fp64; use precision.reduce=fp32 "
@@ -231,6 +235,7 @@ def test_rule(name):
 VALID = {
     "kv heads over ranks": {"model": {"num_kv_heads": 2}, "mesh": {"tp": 8}},
     "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9}},
+    "zb_h2 for costs": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb_h2", "costs": [1, 2, 1, 0.5]}},
     "interleaved on one rank": {
         "pipeline": {"schedule": "interleaved", "virtual": 4},
         "batch": {"global_batch_size": 6},

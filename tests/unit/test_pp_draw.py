@@ -94,6 +94,16 @@ def test_command_takes_the_chunks_that_a_kind_needs():
     )
 
 
+def test_command_makes_zb_h2_for_the_costs():
+    """With slow messages the schedule for equal costs idles more than the one that is made for these."""
+    text = schedule_command("zb_h2", pp=4, virtual=None, num_microbatches=24, costs="2,2,1,1", outputs=Outputs())
+    made, equal = (build_schedule("zb_h2", pp=4, virtual=1, num_microbatches=24, costs=c) for c in ((2, 2, 1, 1), None))
+    lengths = {"forward_s": 2, "input_s": 2, "weight_s": 1, "send_s": 1}
+    spans = [simulate(schedule, **lengths).makespan_s for schedule in (made, equal)]
+    assert spans[0] < spans[1]
+    assert f"step: {spans[0]} units of time" in text
+
+
 def test_command_without_files_and_with_bad_sizes_and_costs():
     text = schedule_command("gpipe", pp=1, virtual=1, num_microbatches=1, outputs=Outputs())
     assert text.startswith("gpipe: 1 stage on 1 rank, 1 microbatch\n")

@@ -10,7 +10,6 @@ from megalite.parallel.pp.lower import Lowered, lower
 from megalite.parallel.pp.schedule import Schedule
 from megalite.parallel.pp.schedules import build_schedule, forward_only
 from megalite.parallel.pp.simulate import simulate
-from megalite.parallel.pp.zero_bubble import zb_h2_for_costs
 
 EXACT = {"forward_s": Fraction(1), "backward_s": Fraction(2), "send_s": 0}
 
@@ -124,11 +123,9 @@ PUBLISHED = {
 
 def published_kind(name, pp, virtual, m, costs):
     """The schedule that the paper calls `name`, and its chunks per rank."""
-    if name == "ZB-2p":
-        lengths = dict(zip(("forward_s", "input_s", "weight_s", "send_s"), costs, strict=True))
-        return zb_h2_for_costs(pp, m, **lengths), 1
-    kind, chunks = {"1F1B": ("1f1b", 1), "1F1B-I": ("interleaved", virtual), "ZB-1p": ("zb_h1", 1)}[name]
-    return build_schedule(kind, pp=pp, virtual=chunks, num_microbatches=m), chunks
+    kinds = {"1F1B": ("1f1b", 1), "1F1B-I": ("interleaved", virtual), "ZB-1p": ("zb_h1", 1), "ZB-2p": ("zb_h2", 1)}
+    kind, chunks = kinds[name]
+    return build_schedule(kind, pp=pp, virtual=chunks, num_microbatches=m, costs=costs), chunks
 
 
 @pytest.mark.parametrize("name", ["1F1B", "1F1B-I", "ZB-1p", "ZB-2p"])

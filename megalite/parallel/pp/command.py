@@ -30,16 +30,20 @@ def schedule_command(
     Args:
         virtual: None: the fewest chunks that the kind is made for.
         costs:   lengths of a stage's forward, input gradient, weight gradient and message: whole numbers. A backward
-                 that is not split takes as long as its two halves. Messages travel beside computation.
+                 that is not split takes as long as its two halves. Messages travel beside computation. zb_h2 is made
+                 for them.
 
     Raises:
         ValueError: sizes that the schedule can't take, or costs that are not four whole numbers.
         OSError: a file can't be written.
     """
-    schedule = build_schedule(kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches)
+    lengths_of = _costs(costs)
+    schedule = build_schedule(
+        kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches, costs=lengths_of
+    )
     outputs = _named(outputs, kind, schedule)
     report = check(lower(schedule, zero_stage=0, reshard_after="step", reduce_each="step"))
-    forward, input_grad, weight_grad, send = _costs(costs)
+    forward, input_grad, weight_grad, send = lengths_of
     lengths = {"forward_s": forward, "backward_s": input_grad + weight_grad}
     lengths |= {"input_s": input_grad, "weight_s": weight_grad}
     timeline, free = (simulate(schedule, **lengths, send_s=length) for length in (send, 0))
@@ -79,14 +83,15 @@ def _virtual(kind: str) -> int:
     return (SCHEDULES[kind].virtual or 1) if kind in SCHEDULES else 1
 
 
-def _costs(text: str) -> tuple[int, ...]:
+def _costs(text: str) -> tuple[int, int, int, int]:
     words = [word.strip() for word in text.split(",")]
     if len(words) != 4 or not all(word.isascii() and word.isdigit() for word in words) or "0" in words[:3]:
         raise ValueError(
             f"--costs={text} must be four whole numbers, of a forward, an input gradient, a weight gradient (each at "
             "least 1) and a message; e.g. 2,2,1,0"
         )
-    return tuple(map(int, words))
+    forward, input_grad, weight_grad, send = map(int, words)
+    return forward, input_grad, weight_grad, send
 
 
 def _summary(schedule: Schedule, report: Report, timeline: Timeline, free: Timeline) -> list[str]:

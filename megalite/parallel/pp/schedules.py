@@ -15,7 +15,7 @@ from megalite.parallel.pp.actions import Action, Op
 from megalite.parallel.pp.csv_file import read_schedule
 from megalite.parallel.pp.schedule import Schedule, loop_placement
 from megalite.parallel.pp.v_shaped import dualpipe_v, v_half, zbv
-from megalite.parallel.pp.zero_bubble import zb_h1, zb_h2
+from megalite.parallel.pp.zero_bubble import EQUAL, Costs, zb_h1, zb_h2
 
 Unit = list[Action]
 """What a rank does in one go between switching from forwards to backwards."""
@@ -99,8 +99,11 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
-def build_schedule(kind: str, *, pp: int, virtual: int, num_microbatches: int) -> Schedule:
+def build_schedule(kind: str, *, pp: int, virtual: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """The training schedule `kind` for these sizes; a kind that ends in .csv is the path of a file.
+
+    Args:
+        costs: what zb_h2 is made for, default all equal and free messages; the others are the same for all.
 
     Raises:
         ValueError: the kind is unknown, or can't take these sizes; the message has the numbers and the ways out.
@@ -109,6 +112,8 @@ def build_schedule(kind: str, *, pp: int, virtual: int, num_microbatches: int) -
     _refuse_bad_kind(kind, pp, virtual, num_microbatches)
     if is_schedule_file(kind):
         return read_schedule(kind, pp=pp, virtual=virtual, num_microbatches=num_microbatches)
+    if kind == "zb_h2":
+        return zb_h2(pp, virtual, num_microbatches, costs or EQUAL)
     return BUILDERS[kind](pp, virtual, num_microbatches)
 
 

@@ -9,6 +9,10 @@ Source: Qi et al., arXiv:2401.10241, section 2.
 from megalite.parallel.pp.actions import Action, Op
 from megalite.parallel.pp.schedule import Schedule, loop_placement
 
+Costs = tuple[float, float, float, float]
+"""Lengths of a stage's forward, input gradient and weight gradient, and of a message; in any unit."""
+EQUAL: Costs = (1, 1, 1, 0)
+
 
 def zb_h1(pp: int, virtual: int, num_microbatches: int) -> Schedule:
     """ZB-H1 (ZB1P): the memory of 1F1B on its first rank, pp microbatches, and a third of its bubble.
@@ -19,26 +23,18 @@ def zb_h1(pp: int, virtual: int, num_microbatches: int) -> Schedule:
     return Schedule("zb_h1", pp, pp, num_microbatches, loop_placement(pp, 1), rows)
 
 
-def zb_h2(pp: int, virtual: int, num_microbatches: int) -> Schedule:
-    """ZB-H2 (ZB2P): 2 pp - 1 microbatches in memory, and no rank idles between its first and its last action.
-
-    That holds from 2 pp - 1 microbatches on, for F, I and W of the same length. Rank r starts and ends r forwards late.
-    """
-    return zb_h2_for_costs(pp, num_microbatches, forward_s=1, input_s=1, weight_s=1)
-
-
-def zb_h2_for_costs(
-    pp: int, num_microbatches: int, *, forward_s: float, input_s: float, weight_s: float, send_s: float = 0
-) -> Schedule:
-    """ZB-H2 for the measured lengths of F, I, W and a message, where they differ.
+def zb_h2(pp: int, virtual: int, num_microbatches: int, costs: Costs = EQUAL) -> Schedule:
+    """ZB-H2 (ZB2P) for these costs. With equal ones it holds 2 pp - 1 microbatches, and from so many on no rank idles
+    between its first and its last action: rank r starts and ends r forwards late.
 
     While a microbatch goes from rank r to the last one and back, rank r has time for that many more forwards; and as
     long as the last input gradients need from rank r to rank 0, it must have weight gradients left to do.
     """
-    hop_s = forward_s + input_s + 2 * send_s
+    forward, input_grad, weight_grad, send = costs
+    hop = forward + input_grad + 2 * send
     rows = []
     for rank in range(pp):
-        ahead, lag = int((pp - 1 - rank) * hop_s // forward_s), int(rank * hop_s // weight_s)
+        ahead, lag = int((pp - 1 - rank) * hop // forward), int(rank * hop // weight_grad)
         rows.append(_row(rank, ahead, lag, num_microbatches))
     return Schedule("zb_h2", pp, pp, num_microbatches, loop_placement(pp, 1), tuple(rows))
 
