@@ -32,6 +32,9 @@ GPT = "model.family=gpt model.num_kv_heads=4"
 SGD = "optimizer.name=sgd optimizer.eps=null optimizer.momentum=0.5 lr.peak=0.1"
 INTERLEAVED = "pipeline.schedule=interleaved pipeline.virtual=2"
 ZBV = "pipeline.schedule=zbv pipeline.virtual=2"
+OWN = "pipeline.schedule=tests/dist/own_schedule.csv pipeline.virtual=2"
+"""Stages 0 and 1 on rank 1, 2 and 3 on rank 0, 4 microbatches, backwards in another order than forwards: no named kind
+is like it. Ranks run in the root of the project."""
 EIGHT = "model.num_layers=8"
 RECOMPUTE_LIST = (
     'recompute=[{"layers":[0,1],"ops":["attention","mlp"]},{"layers":[1,2],"ops":"full"},'
@@ -150,6 +153,34 @@ LAYOUTS = {
         "model.tie_embeddings=true zero.reduce_each=microbatch"
     ),
     "pp2-dualpipe_v": Layout("mesh.pp=2 pipeline.schedule=dualpipe_v pipeline.virtual=2"),
+    "pp2-v_half-layout-tied-sgd": Layout(
+        f"mesh.pp=2 pipeline.schedule=v_half pipeline.virtual=2 pipeline.layout=E|3*B|B|H {SGD} "
+        "model.tie_embeddings=true"
+    ),
+    "dp2-pp2-zero3-gpipe-full-recompute-offload": Layout(
+        "mesh.dp=2 mesh.pp=2 pipeline.schedule=gpipe zero.stage=3 recompute=full zero.offload_optimizer=cpu"
+    ),
+    "dp2-pp2-tp2-zero3-zb_h1-selective-offload-main": Layout(
+        "mesh.dp=2 mesh.pp=2 mesh.tp=2 pipeline.schedule=zb_h1 zero.stage=3 recompute=selective "
+        "zero.offload_optimizer=cpu zero.offload_main=true"
+    ),
+    "dp2-pp2-zero3-step-each-zb_h2-recompute-list-offload": Layout(
+        "mesh.dp=2 mesh.pp=2 pipeline.schedule=zb_h2 zero.stage=3 zero.reshard_after=step zero.reduce_each=microbatch "
+        f"zero.offload_optimizer=cpu {RECOMPUTE_LIST}"
+    ),
+    "dp2-pp2-zero3-forward-step-v_half": Layout(
+        "mesh.dp=2 mesh.pp=2 pipeline.schedule=v_half pipeline.virtual=2 zero.stage=3 zero.reshard_after=forward "
+        "zero.reduce_each=step",
+        "documents",
+    ),
+    "hsdp2x2-pp2-zero3-dualpipe_v-tied": Layout(
+        "mesh.dp.replicate=2 mesh.dp.shard=2 mesh.pp=2 pipeline.schedule=dualpipe_v pipeline.virtual=2 zero.stage=3 "
+        "batch.global_batch_size=16 model.tie_embeddings=true"
+    ),
+    "dp2-pp2-zero3-csv-sgd": Layout(f"mesh.dp=2 mesh.pp=2 {OWN} zero.stage=3 {SGD}"),
+    "dp2-pp2-zero3-interleaved-layout-auto": Layout(
+        f"mesh.dp=2 mesh.pp=2 {INTERLEAVED} zero.stage=3 pipeline.layout=auto model.vocab_size=401"
+    ),
     "pp2-interleaved-tied-sgd": Layout(f"mesh.pp=2 {INTERLEAVED} model.tie_embeddings=true {SGD}"),
     "pp2-virtual4-uneven": Layout(
         f"mesh.pp=2 {EIGHT} pipeline.schedule=interleaved pipeline.virtual=4 pipeline.layers=[0,2,1,1,1,1,2,0]"

@@ -5,7 +5,7 @@ equal the oracle (`tests/reference_gpt.py`), starting from megalite's own initia
 bits in every layout. Layouts with dropout equal one rank of megalite, whose dropout is another test's business.
 """
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from megalite.batch import Microbatch
 from megalite.config.load import check
-from megalite.config.schema import Config
+from megalite.config.pipeline import equal_sizes, is_schedule_file
+from megalite.config.recompute import WORDS
+from megalite.config.schema import Config, Zero
+from megalite.parallel.pp.schedules import BUILDERS
 from megalite.train.build import build, sizes_of
 from megalite.train.logical import full_grads, full_params
 from megalite.train.step import train_step
@@ -137,40 +140,86 @@ def test_layout_trains_as_one_device(name: str, initial_weights: dict):
     assert not found, "\n".join(found[:12])
 
 
+def choices(annotation: Any) -> list[Any]:
+    """The values of the Literals in a field's type."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for part in get_args(annotation) for value in choices(part)]
+
+
+STAGES, RESHARDS, REDUCES, OFFLOADS = (
+    choices(Zero.model_fields[name].annotation)
+    for name in ("stage", "reshard_after", "reduce_each", "offload_optimizer")
+)
+
+
+def axes_of(layout: Layout, config: Config) -> set[str]:
+    """What a layout stands for, but for its pipeline, ZeRO and recompute."""
+    mesh, model = config.mesh, config.model
+    seen = {f"tp{mesh.tp}", f"pp{mesh.pp}", f"dp{config.dp}", f"virtual{config.pipeline.virtual}"}
+    seen |= {f"micro{config.batch.micro_batch_size}", layout.masks, model.family, config.optimizer.name}
+    seen |= {f"tied-{model.tie_embeddings}-pp{mesh.pp}", f"{config.comm.cpu_backend} {layout.world}"}
+    seen |= {"kv < tp"} if model.num_kv_heads < mesh.tp else set()
+    seen |= {"no sp"} if mesh.tp > 1 and not mesh.sequence_parallel else set()
+    seen |= {"vocab padded"} if model.vocab_size % mesh.tp else set()
+    ways = {config.overlap.backend, *config.overlap.sites.values()} if mesh.tp > 1 else set()
+    seen |= {f"overlap-{way}-sp-{config.sequence_parallel}" for way in ways}
+    seen |= {"few"} if config.batch.num_microbatches < mesh.pp else set()
+    return seen | ({"odd"} if config.batch.num_microbatches % mesh.pp else set())
+
+
+def pipeline_of(config: Config) -> set[str]:
+    """What a layout stands for in its pipeline, of more than one rank: the schedule, and stages that are not equal."""
+    pipeline, model = config.pipeline, config.model
+    if config.mesh.pp == 1:
+        return set()
+    kind = "csv" if is_schedule_file(pipeline.schedule) else pipeline.schedule
+    seen = {f"{kind} {'gathered' if is_gathered(config) else 'whole'}"}
+    if tuple(end - first for first, end in config.stage_layers) != equal_sizes(model.num_layers, config.num_stages):
+        seen |= {"layers" if pipeline.layers else "layout auto" if pipeline.layout == "auto" else "layout text"}
+    return seen
+
+
+def state_of(config: Config) -> set[str]:
+    """What a layout stands for in ZeRO, offload and recompute."""
+    mesh, zero = config.mesh, config.zero
+    pp = f"pp{min(mesh.pp, 2)}"
+    seen = {f"zero{zero.stage}-tp{min(mesh.tp, 2)}-{pp}", f"zero{zero.stage}-{zero.reduce_each}"}
+    seen |= {f"{zero.reshard_after}+{zero.reduce_each} {pp}"} if is_gathered(config) else set()
+    seen |= {f"hsdp-zero{zero.stage}-{pp}"} if config.dp > config.dp_shard > 1 else set()
+    recompute = config.recompute if isinstance(config.recompute, str) else "list"
+    seen |= {f"offload {zero.offload_optimizer} {recompute}", f"offload {zero.offload_optimizer} zero{zero.stage}"}
+    return seen | ({f"main {zero.offload_main} zero{zero.stage}"} if zero.offload_optimizer == "cpu" else set())
+
+
+def is_gathered(config: Config) -> bool:
+    """Whether ZeRO-3 has parameters to gather."""
+    return config.zero.stage == 3 and config.dp_shard > 1
+
+
+def wanted() -> set[str]:
+    """What the table must hold. Schedules, ZeRO's choices and forms of recompute are those that the code has."""
+    found = {f"{axis}{size}" for axis in ("tp", "pp", "dp", "virtual") for size in (1, 2, 4)}
+    found |= {"micro1", "micro2", "uneven", "documents", "kv < tp", "no sp", "vocab padded", "few", "odd"}
+    found |= {"gpt", "llama", "adamw", "sgd", "tied-True-pp1", "tied-True-pp2", "tied-True-pp4", "tied-False-pp2"}
+    found |= {"zero0-tp1-pp1", "zero1-tp2-pp2", "zero2-tp2-pp2", "zero3-tp2-pp1", "zero3-tp1-pp2", "zero3-tp2-pp2"}
+    found |= {"zero0-step", "zero1-step", "zero2-step", "zero2-microbatch", "zero3-step", "zero3-microbatch"}
+    found |= {"gloo 2", "gloo 8", "auto 2", "auto 4", "auto 8"}
+    found |= {f"overlap-{way}" for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False")}
+    found |= {"overlap-symm-sp-True", "overlap-symm-sp-False"}
+    found |= {f"{kind} {parameters}" for kind in BUILDERS for parameters in ("whole", "gathered")}
+    found |= {"csv gathered", "layers", "layout text", "layout auto"}
+    found |= {f"{reshard}+{reduce} pp2" for reshard in RESHARDS for reduce in REDUCES}
+    found |= {"hsdp-zero1-pp1", "hsdp-zero2-pp1", "hsdp-zero3-pp1", "hsdp-zero2-pp2", "hsdp-zero3-pp2"}
+    found |= {f"offload {where} {form}" for where in OFFLOADS for form in (*WORDS, "list")}
+    found |= {f"offload {where} zero{stage}" for where in OFFLOADS for stage in STAGES}
+    return found | {"main False zero3", "main True zero3"}
+
+
 def test_the_table_covers_every_axis_alone_and_together():
+    assert len(RESHARDS) * len(REDUCES) == 6 and len(STAGES) == 4 and len(OFFLOADS) == 2, "a Literal was not read"
     seen = set()
     for layout in LAYOUTS.values():
         config = check(layout.settings, {}, name="layout")
-        mesh, zero = config.mesh, config.zero
-        seen |= {
-            f"tp{mesh.tp}",
-            f"pp{mesh.pp}",
-            f"dp{layout.dp[0] * layout.dp[1]}",
-            f"virtual{config.pipeline.virtual}",
-        }
-        seen |= {config.pipeline.schedule, f"micro{config.batch.micro_batch_size}", config.recompute, layout.masks}
-        seen |= {config.model.family, config.optimizer.name, f"tied-{config.model.tie_embeddings}-pp{mesh.pp}"}
-        seen |= {f"zero{zero.stage}-tp{min(mesh.tp, 2)}-pp{min(mesh.pp, 2)}"}
-        seen |= {f"zero{zero.stage}-{zero.reduce_each}"} | ({zero.reshard_after} if zero.stage == 3 else set())
-        seen |= {"kv < tp"} if config.model.num_kv_heads < mesh.tp else set()
-        seen |= {"no sp"} if mesh.tp > 1 and not mesh.sequence_parallel else set()
-        seen |= {"vocab padded"} if config.model.vocab_size % mesh.tp else set()
-        seen |= {f"hsdp-zero{zero.stage}"} if layout.dp[0] > 1 and layout.dp[1] > 1 else set()
-        ways = {config.overlap.backend, *config.overlap.sites.values()} if mesh.tp > 1 else set()
-        seen |= {f"overlap-{way}-sp-{config.sequence_parallel}" for way in ways}
-        seen |= {"few"} if config.batch.num_microbatches < mesh.pp else set()
-        seen |= {f"{config.comm.cpu_backend} {layout.world}"}
-        seen |= {"odd"} if config.batch.num_microbatches % mesh.pp else set()
-    wanted = {f"{axis}{size}" for axis in ("tp", "pp", "dp", "virtual") for size in (1, 2, 4)}
-    wanted |= {"gpipe", "1f1b", "interleaved", "micro1", "micro2", "none", "selective", "full", "uneven", "documents"}
-    wanted |= {"gpt", "llama", "adamw", "sgd", "tied-True-pp1", "tied-True-pp2", "tied-True-pp4", "tied-False-pp2"}
-    wanted |= {"zero0-tp1-pp1", "zero1-tp2-pp2", "zero2-tp2-pp2", "zero3-tp2-pp1", "zero3-tp1-pp2", "zero3-tp2-pp2"}
-    wanted |= {"zero0-step", "zero1-step", "zero2-step", "zero2-microbatch", "zero3-step", "zero3-microbatch"}
-    wanted |= {"forward", "microbatch", "step", "kv < tp", "no sp", "vocab padded", "few", "odd"}
-    wanted |= {"gloo 2", "gloo 8", "auto 2", "auto 4", "auto 8"}
-    wanted |= {
-        f"overlap-{way}"
-        for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False", "symm-sp-True", "symm-sp-False")
-    }
-    wanted |= {"hsdp-zero1", "hsdp-zero2", "hsdp-zero3"}
-    assert wanted <= seen, wanted - seen
+        seen |= axes_of(layout, config) | pipeline_of(config) | state_of(config)
+    assert wanted() <= seen, wanted() - seen
