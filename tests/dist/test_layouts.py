@@ -217,7 +217,7 @@ def wanted() -> set[str]:
 
 
 def test_the_table_covers_every_axis_alone_and_together():
-    assert len(RESHARDS) * len(REDUCES) == 6 and len(STAGES) == 4 and len(OFFLOADS) == 2, "a Literal was not read"
+    assert all((STAGES, RESHARDS, REDUCES, OFFLOADS)), "a type without a Literal"
     seen = set()
     for layout in LAYOUTS.values():
         config = check(layout.settings, {}, name="layout")
