@@ -177,7 +177,9 @@ LAYOUTS = {
         "mesh.dp.replicate=2 mesh.dp.shard=2 mesh.pp=2 pipeline.schedule=dualpipe_v pipeline.virtual=2 zero.stage=3 "
         "batch.global_batch_size=16 model.tie_embeddings=true"
     ),
-    "dp2-pp2-zero3-csv-sgd": Layout(f"mesh.dp=2 mesh.pp=2 {OWN} zero.stage=3 {SGD}"),
+    "dp2-pp2-zero3-csv-tied-sgd": Layout(
+        f"mesh.dp=2 mesh.pp=2 {OWN} zero.stage=3 model.tie_embeddings=true {SGD}"
+    ),
     "dp2-pp2-zero3-interleaved-layout-auto": Layout(
         f"mesh.dp=2 mesh.pp=2 {INTERLEAVED} zero.stage=3 pipeline.layout=auto model.vocab_size=401"
     ),

@@ -35,6 +35,9 @@ def run_layout(rank: int, world: int, settings: dict[str, Any], masks: Masks) ->
     config = check(settings, {}, name="layout")
     mesh = mesh_for(sizes_of(config), config.kv_replicas, cpu_backend=config.comm.cpu_backend)
     trainer = build(config, mesh)
+    for stage in trainer.stages:
+        blocks = [name for link in stage.links for name in link.unit_names if name.startswith("layers.")]
+        assert blocks == [f"layers.{index}" for index in range(*config.stage_layers[stage.index])]
     result: dict[str, Any] = {"initial": full_params(trainer), "scalars": [], "grads": []}
     for step in range(NUM_STEPS):
         batches = own_microbatches(config, trainer.mesh.dp.rank, global_batch(settings, masks, step), step)
