@@ -164,9 +164,9 @@ LAYOUTS = {
         "mesh.dp=2 mesh.pp=2 mesh.tp=2 pipeline.schedule=zb_h1 zero.stage=3 recompute=selective "
         "zero.offload_optimizer=cpu zero.offload_main=true"
     ),
-    "dp2-pp2-zero3-step-each-zb_h2-recompute-list-offload": Layout(
+    "dp2-pp2-zero3-step-each-zb_h2-costs-recompute-list-offload": Layout(
         "mesh.dp=2 mesh.pp=2 pipeline.schedule=zb_h2 zero.stage=3 zero.reshard_after=step zero.reduce_each=microbatch "
-        f"zero.offload_optimizer=cpu {RECOMPUTE_LIST}"
+        f"zero.offload_optimizer=cpu pipeline.costs=[1,1.5,0.5,0.4] {RECOMPUTE_LIST}"
     ),
     "dp2-pp2-zero3-forward-step-v_half": Layout(
         "mesh.dp=2 mesh.pp=2 pipeline.schedule=v_half pipeline.virtual=2 zero.stage=3 zero.reshard_after=forward "

@@ -172,12 +172,13 @@ def axes_of(layout: Layout, config: Config) -> set[str]:
 
 
 def pipeline_of(config: Config) -> set[str]:
-    """What a layout stands for in its pipeline, of more than one rank: the schedule, and stages that are not equal."""
+    """What a layout stands for in its pipeline, of more than one rank: schedule, costs, stages that are not equal."""
     pipeline, model = config.pipeline, config.model
     if config.mesh.pp == 1:
         return set()
     kind = "csv" if is_schedule_file(pipeline.schedule) else pipeline.schedule
     seen = {f"{kind} {'gathered' if is_gathered(config) else 'whole'}"}
+    seen |= {"costs"} if pipeline.costs else set()
     if tuple(end - first for first, end in config.stage_layers) != equal_sizes(model.num_layers, config.num_stages):
         seen |= {"layers" if pipeline.layers else "layout auto" if pipeline.layout == "auto" else "layout text"}
     return seen
@@ -211,7 +212,7 @@ def wanted() -> set[str]:
     found |= {f"overlap-{way}" for way in ("none-sp-True", "chunked-sp-True", "chunked-sp-False")}
     found |= {"overlap-symm-sp-True", "overlap-symm-sp-False"}
     found |= {f"{kind} {parameters}" for kind in BUILDERS for parameters in ("whole", "gathered")}
-    found |= {"csv gathered", "layers", "layout text", "layout auto"}
+    found |= {"csv gathered", "costs", "layers", "layout text", "layout auto"}
     found |= {f"{reshard}+{reduce} pp2" for reshard in RESHARDS for reduce in REDUCES}
     found |= {"hsdp-zero1-pp1", "hsdp-zero2-pp1", "hsdp-zero3-pp1", "hsdp-zero2-pp2", "hsdp-zero3-pp2"}
     found |= {f"offload {where} {form}" for where in OFFLOADS for form in (*WORDS, "list")}
