@@ -4,6 +4,8 @@
 rank has come to it, so each gives a lower and an upper bound of the difference between its clock and rank 0's, and
 their intersection a true interval. A difference of zero inside of it is taken as it is (ranks of one host read the
 same clock), else the middle; half the interval's width, or all of it for zero, bounds the error and is written down.
+Before every traced step the ranks wait for each other, so that nothing of what one of them did before (writing the
+last trace, the log, a checkpoint) counts as another one's bubble or communication.
 Memory: at most MAX_SPANS spans a rank and MAX_SPANS_ALL in all, gathered on rank 0 after each traced step and written.
 """
 
@@ -60,7 +62,7 @@ class StepTracer:
         """Around one step; does nothing for those that are not traced.
 
         Communication: before the first traced step CLOCK_ROUNDS all-reduces of 8 bytes and an all-gather of their
-        times, after each traced step the spans to rank 0.
+        times, before each one an all-reduce of 8 bytes that no ledger keeps, after each one the spans to rank 0.
         """
         if not self.first <= step <= self.last:
             yield
@@ -68,6 +70,7 @@ class StepTracer:
         mesh = self.trainer.mesh
         if self.clock is None:
             self.clock = clock_difference(mesh)
+        wait_for_all(mesh, site="trace.begin")
         spans = Spans(mesh.device, limit=self.limit)
         mesh.ledger.spans = spans
         try:
@@ -124,6 +127,13 @@ def make_tracer(trainer: Trainer, *, start: int, tell: Callable[[Traced], None] 
     return StepTracer(trainer, first=first, last=last, tell=tell)
 
 
+def wait_for_all(mesh: Mesh, *, site: str) -> None:
+    """Return when all ranks have come, at most run.timeout_s later."""
+    token = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    all_reduce(token, mesh.world, site=site)
+    token.item()
+
+
 def clock_difference(mesh: Mesh) -> tuple[float, float]:
     """This rank's clock minus rank 0's, and a bound of the error; see [Note: one clock]."""
     world, device = mesh.world, mesh.device
@@ -132,9 +142,7 @@ def clock_difference(mesh: Mesh) -> tuple[float, float]:
     times = torch.zeros(2, CLOCK_ROUNDS, dtype=torch.float64)
     for number in range(CLOCK_ROUNDS):
         came = time.perf_counter()
-        barrier = torch.zeros(1, dtype=torch.float64, device=device)
-        all_reduce(barrier, world, site="trace.clock")
-        barrier.item()
+        wait_for_all(mesh, site="trace.clock")
         times[:, number] = torch.tensor([came, time.perf_counter()], dtype=torch.float64)
     every = torch.empty(world.size, *times.shape, dtype=torch.float64, device=device)
     all_gather(every, times[None].to(device), world, site="trace.clock")

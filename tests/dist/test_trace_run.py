@@ -1,6 +1,7 @@
 """Measured traces: every schedule runs in the order in which it was lowered and simulated; what a traced run writes."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from megalite.observe.spans import Spans
 from megalite.parallel.pp.actions import COMPUTE
 from megalite.parallel.pp.measured import executed
 from megalite.parallel.pp.simulate import simulate
+from megalite.train import trace
 from megalite.train.build import sizes_of
 from megalite.train.main import train
 from megalite.train.report import Reporter
 from megalite.train.signals import StopFlag
 from megalite.train.step import train_step
+from megalite.train.trace import StepTracer
 from tests.dist.fault_tools import make_trainer, settings_of
 from tests.dist.layouts import EIGHT, INTERLEAVED, ZBV, global_batch
 from tests.dist.pool import mesh_for, run_ranks
@@ -138,22 +141,22 @@ def test_what_a_traced_run_writes(folder):
         assert part in summary
 
 
-def check_trace(trace, step):
+def check_trace(written, step):
     """One measured file: all ranks on one clock, the plan beside them, shares of the whole."""
-    about = trace["otherData"]
+    about = written["otherData"]
     shares = [about[name] for name in ("compute", "bubble", "exposed", "other")]
     assert about["step"] == step
     assert sum(shares) == pytest.approx(1)
     assert all(0 < share < 1 for share in shares)
     assert 0 <= about["clock_error_s"] < 0.5
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     measured = {(e["tid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in events if e["pid"] == 0}
     planned = [(e["tid"], e["name"]) for e in events if e["pid"] == 1]
     assert {tid for tid, _ in measured} == {0, 1, 2, 3}
     assert min(start for start, _ in measured.values()) == 0
     assert len(planned) == 2 * 2 * 4 * 2  # ranks, chunks, microbatches, F and B
     assert all((2 * pp, name) in measured and (2 * pp + 1, name) in measured for pp, name in planned)
-    tracks = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 0}
+    tracks = {e["tid"]: e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 0}
     assert tracks == {r: f"rank {r}: pp {r // 2}, dp {r % 2}" for r in range(4)}
     waits = [(rank, name) for rank, name in measured if name.startswith("wait") and "RECV_F" in name]
     for rank, name in waits:  # nothing arrives before it was sent, on the clock of another rank
@@ -161,3 +164,42 @@ def check_trace(trace, step):
         sent = measured[(rank + 2) % 4, f"{int(stage) - 1}SEND_F{mb}"]
         assert measured[rank, name][1] > sent[0]
     assert len(waits) == 2 * 3 * 4  # dp ranks, stage boundaries, microbatches
+
+
+SLOW_S = 0.8
+
+
+def run_with_slow_reports(rank, world, folder, overrides):
+    """One rank of a run in which rank 0 is late behind step 2, from its log, and behind step 3, from writing it."""
+    log, write, draw = Reporter.step, StepTracer._write_files, trace.write_measured_picture
+
+    def slow_log(self, step, *args, **kwargs):
+        time.sleep(SLOW_S if step == 2 else 0)
+        log(self, step, *args, **kwargs)
+
+    def slow_write(self, path, *args):
+        time.sleep(SLOW_S if path.stem.endswith("3") else 0)
+        write(self, path, *args)
+
+    Reporter.step, StepTracer._write_files, trace.write_measured_picture = slow_log, slow_write, lambda *_, **__: None
+    try:
+        return run_rank(rank, world, folder, overrides)
+    finally:
+        Reporter.step, StepTracer._write_files, trace.write_measured_picture = log, write, draw
+
+
+@pytest.mark.timeout(60)
+def test_what_rank_0_does_between_traced_steps_is_in_none_of_them(folder):
+    where = Path(folder) / "slow"
+    layout = ["mesh.dp=1", "zero.stage=1", "run.steps=4", "run.trace=true", "run.trace_steps=[2, 4]"]
+    run_ranks(2, run_with_slow_reports, str(folder), [f"run.dir={where}", *layout], timeout_s=50)
+    records = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    times = {record["step"]: record["step_time_s"] for record in records if "step_time_s" in record}
+    for step in (2, 3, 4):
+        events = json.loads((where / "trace" / f"step_0000000{step}.json").read_text())["traceEvents"]
+        whole = [e for e in events if e["name"] == f"step {step}"]
+        begins, ends = [e["ts"] / 1e6 for e in whole], [(e["ts"] + e["dur"]) / 1e6 for e in whole]
+        assert len(whole) == 2
+        assert max(begins) < SLOW_S / 2
+        assert max(ends) < SLOW_S  # so no share can hold what was slept before or after
+        assert times[step] == pytest.approx(ends[0] - begins[0], abs=0.2)
