@@ -130,9 +130,8 @@ class Reporter:
         if any(r.get("loss") is not None for r in records):
             paths["plot"] = str(plot_loss(records, self.directory / "loss.png", title=layout_name(self.config)))
         for traced in self.traces:
-            paths[f"step {traced.step}, traced"] = (
-                f"{_shares(traced)}\n{traced.path}, {traced.path.with_suffix('.png')}"
-            )
+            text = f"{_shares(traced)}\n{traced.path}, {traced.path.with_suffix('.png')}"
+            paths[f"time in step {traced.step}"] = text
         if self.checkpoint:
             paths["checkpoint"] = str(self.checkpoint)
         self.console.print(summary_table(records, title=layout_name(self.config), paths=paths))

@@ -23,8 +23,8 @@ from megalite.mesh import Group, Mesh
 from megalite.observe.log import get_logger
 from megalite.observe.spans import Span, Spans
 from megalite.parallel.pp.draw_measured import write_measured_picture
-from megalite.parallel.pp.measured import Shares, Step, shifted
-from megalite.parallel.pp.trace import joined, timeline_spans, trace_events, write_trace
+from megalite.parallel.pp.measured import Shares, Step, shifted, trace_spans
+from megalite.parallel.pp.trace import joined, trace_events, write_trace
 from megalite.train.build import Trainer
 
 MAX_SPANS, MAX_SPANS_ALL = 100_000, 2_000_000
@@ -105,15 +105,21 @@ class StepTracer:
     def _write_files(self, path: Path, step: Step, about: dict, shares: Shares | None) -> None:
         """The measured timeline over the one that the schedule would have with the same computations."""
         lowered = self.trainer.runtime.lowered
-        title = f"step {about['step']}, measured: {lowered.schedule.name}" + (f", {shares.text()}" if shares else "")
-        measured = trace_events(step.trace_spans(), names=rank_names(self.trainer.mesh))
-        traces = [measured]
-        if shares:
-            planned = timeline_spans(step.planned(lowered), unit_s=1.0)
-            names = {rank: f"pp {rank}" for rank in range(lowered.schedule.pp)}
-            traces.append(trace_events(planned, process="simulated with the measured lengths", pid=1, names=names))
+        names = rank_names(self.trainer.mesh)
+        traces = [trace_events(trace_spans(step.spans), names=names)]
+        plan = step.planned(lowered) if shares else None
+        if plan:
+            about = about | {"simulated": vars(plan.shares())}
+            process, own = (
+                "simulated with the measured lengths",
+                {rank: f"pp {rank}" for rank in range(lowered.schedule.pp)},
+            )
+            traces.append(trace_events(trace_spans(plan.spans()), process=process, pid=1, names=own))
         write_trace(joined(*traces, **about), path)
-        write_measured_picture(lowered.schedule, step, path.with_suffix(".png"), title=title)
+        title = f"step {about['step']} ({lowered.schedule.name}), measured" + (f": {shares.text()}" if shares else "")
+        write_measured_picture(
+            lowered.schedule, step, plan, path.with_suffix(".png"), title=title, names=list(names.values())
+        )
 
 
 def make_tracer(trainer: Trainer, *, start: int, tell: Callable[[Traced], None] | None = None) -> StepTracer:

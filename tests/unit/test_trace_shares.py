@@ -66,11 +66,25 @@ def test_without_a_pipeline_no_wait_is_a_bubble():
 
 
 def test_the_plan_has_the_measured_lengths():
-    schedule = build_schedule("1f1b", pp=2, virtual=1, num_microbatches=1)
-    lowered = lower(schedule, zero_stage=0, reshard_after="step", reduce_each="step")
-    timeline = STEP.planned(lowered)  # F 2 and 3, B 2 and 4, each behind the one before
-    found = [[(str(s.action), s.start_s, s.end_s) for s in row] for row in timeline.spans]
+    _, plan = plan_of(STEP)  # F 2 and 3, B 2 and 4, each behind the one before; then updates of 2 and 1
+    found = [[(str(s.action), s.start_s, s.end_s) for s in row] for row in plan.timeline.spans]
     assert found == [[("0F0", 0, 2), ("0B0", 9, 11)], [("1F0", 2, 5), ("1B0", 5, 9)]]
+    shares = plan.shares()
+    assert shares.compute == pytest.approx((6 / 13 + 8 / 12) / 2)
+    assert shares.bubble == pytest.approx((7 / 13 + 4 / 12) / 2)
+    assert (shares.exposed, shares.other) == (0, 0)
+
+
+def test_the_plan_begins_with_the_first_measured_forward():
+    assert [[(span.name, span.start_s, span.end_s) for span in row] for row in plan_of(STEP)[1].spans()] == [
+        [("0F0", 1, 3), ("0B0", 10, 12), ("optimizer", 12, 14)],
+        [("1F0", 3, 6), ("1B0", 6, 10), ("optimizer", 12, 13)],
+    ]
+
+
+def plan_of(step):
+    schedule = build_schedule("1f1b", pp=2, virtual=1, num_microbatches=1)
+    return schedule, step.planned(lower(schedule, zero_stage=0, reshard_after="step", reduce_each="step"))
 
 
 def test_another_clock_and_the_order():
@@ -78,24 +92,45 @@ def test_another_clock_and_the_order():
     assert list(map(str, executed(SECOND))) == ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]
 
 
-def test_a_measured_bar_begins_when_its_input_is_there(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(draw_measured, "paint", lambda bars, frame, *args, **kw: drawn.append((bars, frame)))
-    schedule = build_schedule("1f1b", pp=2, virtual=1, num_microbatches=1)
-    draw_measured.write_measured_picture(schedule, STEP, tmp_path / "t.png", title="t")
-    ((bars, frame),) = drawn
+def drawn_by(monkeypatch, step):
+    pictures = []
+    monkeypatch.setattr(draw_measured, "paint", lambda picture, path: pictures.append(picture))
+    schedule, planned = plan_of(STEP)
+    names = [f"rank {rank}" for rank in range(len(step.spans))]
+    draw_measured.write_measured_picture(schedule, step, planned, "t.png", title="measured", names=names)
+    return pictures[0]
+
+
+def test_a_measured_bar_begins_when_its_input_is_there(monkeypatch):
+    picture = drawn_by(monkeypatch, STEP)
+    bars = picture.panels[0].bars
     computed = [(bar.row, bar.start, bar.start + bar.length) for bar in bars if bar.text]
     assert computed == [(0, 1000, 4000), (0, 13000, 15000), (1, 5000, 8000), (1, 8000, 12000)]
     strips = [(round(bar.row, 2), bar.start, bar.length) for bar in bars if bar.height < 0.5]
     assert strips == [(0.36, 0, 1000), (0.36, 2000, 1000), (0.36, 16000, 1000), (1.36, 13000, 4000)]
-    assert frame.length == 20_000
+    assert picture.length == 20_000
 
 
-def test_a_picture_of_more_ranks_than_fit(tmp_path):
-    schedule = build_schedule("1f1b", pp=2, virtual=1, num_microbatches=1)
+def test_the_plan_is_drawn_below_in_the_same_colours_and_on_the_same_scale(monkeypatch):
+    measured, planned = drawn_by(monkeypatch, STEP).panels
+    assert measured.title == "measured"
+    assert planned.title.endswith(f"simulated with the measured lengths: {plan_of(STEP)[1].shares().text()}")
+    assert (measured.rows, planned.rows) == (["rank 0", "rank 1"], ["pp 0", "pp 1"])
+    computed = [(bar.row, bar.start, bar.start + bar.length) for bar in planned.bars if bar.text]
+    assert computed == [(0, 1000, 3000), (0, 10000, 12000), (1, 3000, 6000), (1, 6000, 10000)]
+    colours = [[bar.colour for bar in panel.bars if bar.text] for panel in (measured, planned)]
+    assert colours[0] == colours[1]
+    idle = [(bar.row, bar.start, bar.start + bar.length) for bar in planned.bars if bar.colour == draw_measured.IDLE]
+    assert idle == [(0, 1000, 14000), (1, 1000, 13000)]
+
+
+@pytest.mark.parametrize("with_plan", [True, False])
+def test_a_picture_of_more_ranks_than_fit(tmp_path, with_plan):
     step = Step([FIRST, SECOND] * 20, [(2 * i, 2 * i + 1) for i in range(20)])
-    draw_measured.write_measured_picture(schedule, step, tmp_path / "t.png", title="t")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    schedule, plan = plan_of(step)
+    path, names = tmp_path / "t.png", [f"rank {rank}" for rank in range(40)]
+    draw_measured.write_measured_picture(schedule, step, plan if with_plan else None, path, title="t", names=names)
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_difference_of_two_clocks_is_within_its_bound():

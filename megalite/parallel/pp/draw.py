@@ -148,7 +148,7 @@ def _draw_bar(axes, bar: Bar, *, points_per_unit: float) -> None:
     axes.barh(bar.row, bar.length, left=bar.start, height=bar.height, color=bar.colour, edgecolor="white",
               linewidth=min(0.8, 0.1 * bar.length * points_per_unit))  # fmt: skip
     if bar.text and bar.length * points_per_unit > 6 * len(bar.text) + 1:
-        dark = _luminance(bar.colour) < 0.6
+        dark = luminance(bar.colour) < 0.6
         axes.text(bar.start + bar.length / 2, bar.row, bar.text, ha="center", va="center", fontsize=8,
                   color="white" if dark else "#202020")  # fmt: skip
 
@@ -186,7 +186,7 @@ def _shade(colour: str, chunk: int, num_chunks: int) -> str:
     return "#" + "".join(f"{round(part + (target - part) * mix):02x}" for part in parts)
 
 
-def _luminance(colour: str) -> float:
+def luminance(colour: str) -> float:
     """Perceived brightness of a #rrggbb colour, 0 to 1."""
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue

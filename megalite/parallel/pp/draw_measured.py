@@ -1,58 +1,154 @@
-"""The picture of a step that really ran: the bars of a schedule's picture, with the waits laid over them.
+"""The picture of a step that really ran, over the same schedule simulated with the lengths that were measured.
 
-A computation's bar begins when its input is there: what was waited for the message is left in the colour of idle
-time, since most of that is the bubble. Collectives that block are a strip of their own.
+Both panels have one scale of time, so that they can be laid over one another. A computation's measured bar begins when
+its input is there: what was waited for the message is left in the colour of idle time, since most of that is the
+bubble. Collectives that block are a strip of their own.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.observe.spans import Span
 from megalite.parallel.pp.actions import COMPUTE, parse_action
-from megalite.parallel.pp.draw import IDLE, Bar, Frame, action_colour, legend, paint
-from megalite.parallel.pp.measured import Step
+from megalite.parallel.pp.draw import IDLE, Bar, action_colour, legend, luminance
+from megalite.parallel.pp.measured import Plan, Step
 from megalite.parallel.pp.schedule import Schedule
 
 MAX_ROWS = 32
 _COLLECTIVE, _UPDATE = "#c8463c", "#2f8f8a"
 
 
-def write_measured_picture(schedule: Schedule, step: Step, path: str | Path, *, title: str) -> None:
-    """Draw the first MAX_ROWS ranks of a step as a PNG; needs matplotlib."""
-    shown = step.spans[:MAX_ROWS]
-    pp_rank = {rank: index for pipeline in step.pipelines for index, rank in enumerate(pipeline)}
-    bars = [bar for rank, spans in enumerate(shown) for bar in _bars(schedule, rank, pp_rank[rank], spans)]
-    left_out = len(step.spans) - len(shown)
-    num_actions = max(sum(span.kind == "action" for span in spans) for spans in shown)
-    frame = Frame(
-        title=title + (f" ({left_out} more ranks are in the trace)" if left_out else ""),
-        xlabel="time (ms); the numbers are microbatches",
-        rows=[f"rank {rank}" for rank in range(len(shown))],
-        length=1e3 * max(span.end_s for spans in step.spans for span in spans),
-        legend=[
-            *legend(schedule),
-            (_UPDATE, "optimizer"),
-            (_COLLECTIVE, "collective that blocks"),
-            (IDLE, "idle, wait for a message, other"),
-        ],
-        inches=min(40.0, max(12.0, 0.15 * num_actions + 1.5)),
+@dataclass(frozen=True)
+class Panel:
+    """Rows of bars under a title; times in ms."""
+
+    title: str
+    rows: Sequence[str]
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels over each other, on one axis of time from 0 to `length`."""
+
+    panels: Sequence[Panel]
+    length: float
+    inches: float
+    legend: Sequence[tuple[str, str]]
+
+    @property
+    def points_per_unit(self) -> float:
+        """About the width of a millisecond."""
+        return 72 * (self.inches - 2.5) / self.length
+
+
+def write_measured_picture(
+    schedule: Schedule, step: Step, plan: Plan | None, path: str | Path, *, title: str, names: Sequence[str]
+) -> None:
+    """Draw the first MAX_ROWS ranks of a step as a PNG, and the plan below them; needs matplotlib.
+
+    Args:
+        title: of the measured step, with its shares where there are any.
+        names: of the ranks.
+    """
+    shown, left_out = step.spans[:MAX_ROWS], len(step.spans[MAX_ROWS:])
+    title += f" ({left_out} more ranks are in the trace)" if left_out else ""
+    pp_ranks = {rank: index for pipeline in step.pipelines for index, rank in enumerate(pipeline)}
+    panels = [Panel(title, names[: len(shown)], _all_bars(schedule, shown, [pp_ranks[r] for r in range(len(shown))]))]
+    if plan:
+        rows, own = plan.spans(), range(schedule.pp)
+        title = f"the same schedule simulated with the measured lengths: {plan.shares().text()}"
+        bars = _all_bars(schedule, rows, own, begin_s=plan.begin_s)
+        panels.append(Panel(title, [f"pp {rank}" for rank in own], bars))
+    ends = [span.end_s for spans in step.spans for span in spans] + ([plan.end_s] if plan else [])
+    most = max(len(row) for row in schedule.actions)
+    meanings = [(_UPDATE, "optimizer"), (_COLLECTIVE, "collective that blocks")]
+    meanings += [(IDLE, "idle, wait for a message, other")]
+    paint(
+        Picture(panels, 1e3 * max(ends), min(40.0, max(12.0, 0.25 * most + 2.5)), [*legend(schedule), *meanings]), path
     )
-    paint(bars, frame, path, form="png")
 
 
-def _bars(schedule: Schedule, rank: int, pp_rank: int, spans: Sequence[Span]) -> list[Bar]:
+def _all_bars(
+    schedule: Schedule, rows: Sequence[Sequence[Span]], pp_ranks: Sequence[int], *, begin_s: float | None = None
+) -> list[Bar]:
+    """The bars of all rows, each over idle time from begin_s, or the row's first begin, to its last end."""
+    found: list[Bar] = []
+    for row, (spans, pp_rank) in enumerate(zip(rows, pp_ranks, strict=True)):
+        begin = 1e3 * (min(span.start_s for span in spans) if begin_s is None else begin_s)
+        end = 1e3 * max(span.end_s for span in spans)
+        found += [Bar(row, begin, end - begin, IDLE), *_bars(schedule, row, pp_rank, spans)]
+    return found
+
+
+def _bars(schedule: Schedule, row: int, pp_rank: int, spans: Sequence[Span]) -> list[Bar]:
     """The bars of one rank, in the order in which they lie over each other."""
     found: list[Bar] = []
     for span in spans:
         start, length = 1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)
         if span.kind == "action" and (action := parse_action(span.name)).op in COMPUTE:
-            found.append(Bar(rank, start, length, action_colour(schedule, pp_rank, action), str(action.mb)))
+            found.append(Bar(row, start, length, action_colour(schedule, pp_rank, action), str(action.mb)))
         elif span.kind == "update":
-            found.append(Bar(rank, start, length, _UPDATE))
+            found.append(Bar(row, start, length, _UPDATE))
         elif span.kind == "message" and found and start < (end := found[-1].start + found[-1].length):
             arrived = start + length  # a computation begins with the wait for its input
             found[-1] = replace(found[-1], start=arrived, length=max(end - arrived, 0.0))
         elif span.kind == "collective":
-            found.append(Bar(rank + 0.36, start, length, _COLLECTIVE, height=0.14))
+            found.append(Bar(row + 0.36, start, length, _COLLECTIVE, height=0.14))
     return found
+
+
+def paint(picture: Picture, path: str | Path) -> None:
+    """Draw the panels and write the PNG."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    heights = [len(panel.rows) for panel in picture.panels]
+    size = (picture.inches, 0.42 * sum(heights) + 0.5 * len(heights) + 1.0)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    grid = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axes, panel in zip(grid, picture.panels, strict=True):
+        _draw_panel(axes, panel, picture)
+    grid[-1].tick_params(axis="x", bottom=True, labelbottom=True)
+    grid[-1].set_xlabel("time (ms); the numbers are microbatches", fontsize=9)
+    patches = [Patch(facecolor=c, label=text, edgecolor="#c4c4c4", linewidth=0.6) for c, text in picture.legend]
+    columns = 5 if picture.inches < 18 else 9
+    figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
+    figure.savefig(path, format="png")
+
+
+def _draw_panel(axes, panel: Panel, picture: Picture) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import MaxNLocator
+
+    points = picture.points_per_unit
+    widths = [min(0.8, 0.1 * bar.length * points) for bar in panel.bars]
+    colours = [bar.colour for bar in panel.bars]
+    axes.set_xlim(0, picture.length)
+    axes.set_ylim(len(panel.rows) - 0.5, -0.5)
+    axes.add_collection(  # one for all: a patch each would take minutes for a large run
+        PolyCollection(list(map(_corners, panel.bars)), facecolors=colours, edgecolors="white", linewidths=widths)
+    )
+    for x, y, text, colour in _texts(panel.bars, points):
+        axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.set_yticks(range(len(panel.rows)), panel.rows)
+    axes.tick_params(length=0, labelsize=9)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12 if picture.inches < 14 else 24))
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _corners(bar: Bar) -> list[tuple[float, float]]:
+    left, right, top, bottom = bar.start, bar.start + bar.length, bar.row - bar.height / 2, bar.row + bar.height / 2
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def _texts(bars: Sequence[Bar], points_per_unit: float) -> Iterator[tuple[float, float, str, str]]:
+    """Where which text stands, and its colour; left out where it would not fit."""
+    for bar in bars:
+        if bar.text and bar.length * points_per_unit > 6 * len(bar.text) + 1:
+            yield bar.start + bar.length / 2, bar.row, bar.text, "white" if luminance(bar.colour) < 0.6 else "#202020"

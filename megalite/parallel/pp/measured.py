@@ -10,6 +10,7 @@ They sum to one on each rank, and a step's shares are their means over ranks. On
 with the computation for cores, which is in `compute`.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,8 +19,9 @@ from megalite.observe.spans import Span
 from megalite.parallel.pp.actions import COMPUTE, RECVS, Action, Op, parse_action, partner
 from megalite.parallel.pp.lower import Lowered
 from megalite.parallel.pp.simulate import Timeline, simulate
-from megalite.parallel.pp.trace import TraceSpan
+from megalite.parallel.pp.trace import TraceSpan, timeline_spans
 
+WAITS = ("message", "collective")
 CLOSING = ("step.scalars world", "zero.tied tied")
 """Collectives of all pipeline ranks resp. of the first and the last one, at the end of a step."""
 
@@ -61,7 +63,7 @@ class Step:
     def _rank_shares(self, rank: int) -> tuple[float, float, float, float]:
         spans = self.spans[rank]
         step = next(span for span in spans if span.kind == "step")
-        waits = [span for span in spans if span.kind in ("message", "collective")]
+        waits = [span for span in spans if span.kind in WAITS]
         computes = [span for span in spans if _computes(span)]
         waiting, either = _length(_merged(waits)), _length(_merged([*waits, *computes]))
         pipeline = next(ranks for ranks in self.pipelines if rank in ranks)
@@ -93,28 +95,71 @@ class Step:
             if span.kind == "action" or span.name in CLOSING
         }
 
-    def trace_spans(self) -> Iterator[TraceSpan]:
-        """All spans, for a trace."""
-        for rank, spans in enumerate(self.spans):
-            for span in spans:
-                yield rank, span.name, span.start_s, span.end_s
-
-    def planned(self, lowered: Lowered) -> Timeline:
-        """The schedule simulated with this step's mean length of each op and stage, without waits, and free messages:
-        how the step would have run if nothing had made anybody wait but the schedule."""
+    def planned(self, lowered: Lowered) -> "Plan":
+        """The schedule simulated with free messages and this step's mean length, without waits, of each computation."""
         lengths: dict[tuple[Op, int], list[float]] = {}
         for spans in self.spans:
-            waits = [span for span in spans if span.kind in ("message", "collective")]
-            for span in spans:
-                if span.kind == "action" and (action := parse_action(span.name)).op in COMPUTE:
-                    inside = _length(_merged(w for w in waits if span.start_s <= w.start_s and w.end_s <= span.end_s))
-                    lengths.setdefault((action.op, action.stage), []).append(span.end_s - span.start_s - inside)
+            for action, length in _lengths(spans):
+                lengths.setdefault((action.op, action.stage), []).append(length)
         stages = range(lowered.schedule.num_stages)
-        means = {key: sum(values) / len(values) for key, values in lengths.items()}
-        costs = {op: [means.get((op, stage), 0.0) for stage in stages] for op in COMPUTE}
-        return simulate(
+        costs = {op: [_mean(lengths.get((op, stage), [])) for stage in stages] for op in COMPUTE}
+        timeline = simulate(
             lowered, forward_s=costs[Op.F], backward_s=costs[Op.B], input_s=costs[Op.I], weight_s=costs[Op.W]
         )
+        return Plan(timeline, [self._update_s(ranks) for ranks in zip(*self.pipelines, strict=True)], self._begin_s())
+
+    def _update_s(self, ranks: Iterable[int]) -> float:
+        """The mean length of these ranks' updates; 0 of a skipped step."""
+        spans = [span for rank in ranks for span in self.spans[rank] if span.kind == "update"]
+        return _mean([span.end_s - span.start_s for span in spans])
+
+    def _begin_s(self) -> float:
+        """When the first forward of the first stage began."""
+        actions = ((parse_action(s.name), s.start_s) for spans in self.spans for s in spans if s.kind == "action")
+        return min((start_s for action, start_s in actions if (action.op, action.stage) == (Op.F, 0)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a measured step would have run if nothing had made anybody wait but the schedule.
+
+    Args:
+        timeline: the simulated schedule, from 0.
+        update_s: length of each pp rank's update, which begins when all ranks are through.
+        begin_s:  where 0 lies on the clock of the measured step: at its first forward.
+    """
+
+    timeline: Timeline
+    update_s: Sequence[float]
+    begin_s: float = 0.0
+
+    @property
+    def end_s(self) -> float:
+        """Of the longest update, on the measured step's clock."""
+        return self.begin_s + self.timeline.makespan_s + max(self.update_s)
+
+    def shares(self) -> Shares:
+        """Means over pp ranks; all that is not computed is the bubble."""
+        whole = self.timeline.makespan_s
+        found = [(self.timeline.busy_s(rank) + update) / (whole + update) for rank, update in enumerate(self.update_s)]
+        return Shares(_mean(found), 1 - _mean(found), 0.0, 0.0)
+
+    def spans(self) -> list[list[Span]]:
+        """Of each pp rank, on the measured step's clock."""
+        rows: list[list[Span]] = [[] for _ in self.update_s]
+        for rank, name, start_s, end_s in timeline_spans(self.timeline, unit_s=1.0):
+            rows[rank].append(Span(name, "action", start_s, end_s))
+        end_s = self.timeline.makespan_s
+        for row, length in zip(rows, self.update_s, strict=True):
+            row += [Span("optimizer", "update", end_s, end_s + length)] if length else []
+        return [shifted(row, self.begin_s) for row in rows]
+
+
+def trace_spans(rows: Sequence[Sequence[Span]]) -> Iterator[TraceSpan]:
+    """All spans of all ranks, for a trace."""
+    for rank, spans in enumerate(rows):
+        for span in spans:
+            yield rank, span.name, span.start_s, span.end_s
 
 
 def shifted(spans: Iterable[Span], by_s: float) -> list[Span]:
@@ -131,6 +176,17 @@ def _computes(span: Span) -> bool:
     return span.kind == "update" or (span.kind == "action" and parse_action(span.name).op in COMPUTE)
 
 
+def _lengths(spans: Sequence[Span]) -> Iterator[tuple[Action, float]]:
+    """Each computation with its length without the waits in it."""
+    waits = sorted((span for span in spans if span.kind in WAITS), key=lambda span: span.start_s)
+    starts = [span.start_s for span in waits]
+    for span in spans:
+        if span.kind == "action" and (action := parse_action(span.name)).op in COMPUTE:
+            began = waits[bisect_left(starts, span.start_s) : bisect_right(starts, span.end_s)]
+            inside = _length(_merged(wait for wait in began if wait.end_s <= span.end_s))
+            yield action, span.end_s - span.start_s - inside
+
+
 def _merged(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """The times that some span covers, as disjoint intervals."""
     merged: list[tuple[float, float]] = []
@@ -144,3 +200,7 @@ def _merged(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 def _length(intervals: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
