@@ -131,7 +131,7 @@ class Reporter:
             paths["plot"] = str(plot_loss(records, self.directory / "loss.png", title=layout_name(self.config)))
         for traced in self.traces:
             text = f"{_shares(traced)}\n{traced.path}, {traced.path.with_suffix('.png')}"
-            paths[f"time in step {traced.step}"] = text
+            paths[f"shares of step {traced.step}"] = text
         if self.checkpoint:
             paths["checkpoint"] = str(self.checkpoint)
         self.console.print(summary_table(records, title=layout_name(self.config), paths=paths))

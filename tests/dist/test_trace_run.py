@@ -137,7 +137,7 @@ def test_what_a_traced_run_writes(folder):
     for step in (2, 3):
         check_trace(json.loads((written / f"step_0000000{step}.json").read_text()), step)
     summary = " ".join(results["traced"][0][1].split())
-    for part in ("time in step 2", "time in step 3", "bubble", "exposed communication"):
+    for part in ("shares of step 2", "shares of step 3", "bubble", "exposed communication"):
         assert part in summary
 
 
