@@ -110,11 +110,11 @@ class StepTracer:
         plan = step.planned(lowered) if shares else None
         if plan:
             about = about | {"simulated": vars(plan.shares())}
-            process, own = (
-                "simulated with the measured lengths",
-                {rank: f"pp {rank}" for rank in range(lowered.schedule.pp)},
+            own = {rank: f"pp {rank}" for rank in range(lowered.schedule.pp)}
+            simulated = trace_events(
+                trace_spans(plan.spans()), process="simulated with the measured lengths", pid=1, names=own
             )
-            traces.append(trace_events(trace_spans(plan.spans()), process=process, pid=1, names=own))
+            traces.append(simulated)
         write_trace(joined(*traces, **about), path)
         title = f"step {about['step']} ({lowered.schedule.name}), measured" + (f": {shares.text()}" if shares else "")
         write_measured_picture(
