@@ -2,7 +2,7 @@
 
 import sys
 
-from megalite.cli import main
+from megalite.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry())

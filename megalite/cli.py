@@ -97,6 +97,11 @@ def launch(
     loaded = load_config(config, overrides)
     from megalite.launch.main import launch as start
 
+    if not slurm:
+        from megalite.train.build import check_plan
+
+        check_plan(loaded)  # rather than on every rank
+
     return start(
         loaded, [config, *overrides], env=dict(os.environ), nnodes=nnodes, node_rank=node_rank, rdzv=rdzv, slurm=slurm
     )
@@ -277,6 +282,16 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         _print_error(error)
         return _exit_code(error)
+
+
+def entry() -> int:
+    """`main` as a process: a rank that does not end with 0 ends at once."""
+    from megalite.launch.child import end_now, started_by_launch
+
+    code = main()
+    groups = sys.modules.get("torch.distributed")
+    in_a_job = started_by_launch(os.environ) or (groups and groups.is_available() and groups.is_initialized())
+    return end_now(code) if code and in_a_job else code
 
 
 def _exit_code(error: BaseException) -> int:

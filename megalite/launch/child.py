@@ -3,10 +3,13 @@
 Under torchrun or srun directly there is no error directory, and all of this does nothing.
 """
 
+import contextlib
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 from megalite.launch.errors import ERROR_DIR, record_error, record_stop
 
@@ -40,3 +43,16 @@ def report_stop(env: Mapping[str, str]) -> None:
     """Leave word that this rank was stopped by a signal and its state is saved."""
     if started_by_launch(env):
         record_stop(env[ERROR_DIR], int(env["RANK"]))
+
+
+def end_now(code: int) -> NoReturn:
+    """End a rank that has failed, or was stopped, without the interpreter's teardown.
+
+    In that teardown a thread of a process group that still holds a tensor of Python's asks for the interpreter's lock
+    and is ended with the whole process ("terminate called without an active exception"), and the launcher's SIGTERM
+    meets its default again: the exit code would be that of a signal.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)

@@ -2,7 +2,9 @@
 
 First means: the earliest moment at which it can have happened. A recorded exception carries its time; a rank that
 ended without a word was noticed within the agent's polling interval. Errors about lost connections, and ends by the
-agent's own SIGTERM, count only when there is nothing else, since they follow from another rank's end.
+agent's own SIGTERM, count only when there is nothing else, since they follow from another rank's end. What a rank has
+recorded is why it failed, whatever ended its process afterwards; and a user's mistake that any rank recorded comes
+before all ends without a record, whose times are only estimates.
 """
 
 import re
@@ -38,7 +40,10 @@ def judge(ended: Ended, recorded: dict[int, RankError], *, num_ranks: int, stopp
         stopped:   how many of them ended with 3, after saving.
     """
     causes = [f for f in ended.failures if f.code not in (0, 3)]
-    candidates = [_describe(rank, causes, recorded, num_ranks) for rank in {f.rank for f in causes} | recorded.keys()]
+    ranks = {f.rank for f in causes} | recorded.keys()
+    if any(error.exit_code == 2 for error in recorded.values()):
+        ranks = recorded.keys()
+    candidates = [_describe(rank, causes, recorded, num_ranks) for rank in ranks]
     if candidates:
         return min(candidates)[1]
     if stopped == num_ranks or any(f.code == 3 for f in ended.failures):
@@ -56,9 +61,9 @@ def _describe(
     """When a rank failed, as something to sort by, and what to say of it."""
     failure = next((f for f in causes if f.rank == rank), None)
     error = recorded.get(rank)
-    code = failure.code if failure else error.exit_code
+    code = error.exit_code if error else failure.code
     when = error.time_s if error else failure.time_s - NOTICED_LATE_S
-    follows = bool(FOLLOWS.search(error.text)) if error else code == -signal.SIGTERM
+    follows = bool(code != 2 and FOLLOWS.search(error.text)) if error else code == -signal.SIGTERM
     return (follows, when, rank), _outcome(rank, code, failure, error, num_ranks)
 
 

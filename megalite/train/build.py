@@ -51,13 +51,13 @@ def sizes_of(config: Config) -> Sizes:
     return Sizes(pp=config.mesh.pp, dp_replicate=config.dp_replicate, dp_shard=config.dp_shard, tp=config.mesh.tp)
 
 
-def build(config: Config, mesh: Mesh) -> Trainer:
-    """Build this rank's part of the run: its stages' layers only, initial values drawn as the whole model would.
+def check_plan(config: Config) -> Schedule:
+    """The training schedule of a config that has passed every check for which no rank must exist.
 
-    Communication: none but the refresh of stage 1 and 2 shards, which holds no new values.
+    `build` begins with it; `launch` and every rank call it before they start anything.
 
     Raises:
-        ValueError: a choice that can't be met here: kernels, zero.max_live_bytes, model.frozen; on every rank.
+        ValueError: zero.max_live_bytes, model.frozen, pipeline.schedule or what its file holds.
     """
     check_live_bytes(config)
     check_frozen(config)
@@ -69,6 +69,18 @@ def build(config: Config, mesh: Mesh) -> Trainer:
         costs=config.pipeline.costs,
     )
     _check_tied_ends(config, schedule)
+    return schedule
+
+
+def build(config: Config, mesh: Mesh) -> Trainer:
+    """Build this rank's part of the run: its stages' layers only, initial values drawn as the whole model would.
+
+    Communication: none but the refresh of stage 1 and 2 shards, which holds no new values.
+
+    Raises:
+        ValueError: a choice that can't be met here: kernels, zero.max_live_bytes, model.frozen; on every rank.
+    """
+    schedule = check_plan(config)
     stages = build_stages(config, mesh, list(schedule.stages_of(mesh.pp.rank)))
     zero = _build_zero(config, mesh, stages)
     optimizer = ShardOptimizer(zero, config.optimizer, placement=_placement(config))

@@ -14,7 +14,7 @@ from megalite.data.loader import build_loader
 from megalite.mesh import Mesh, build_mesh, check_world_size
 from megalite.observe.log import get_logger, setup_logging
 from megalite.observe.metrics import require_tensorboard
-from megalite.train.build import build, sizes_of
+from megalite.train.build import build, check_plan, sizes_of
 from megalite.train.loop import Loaders, run_loop
 from megalite.train.ranks import Place, check_port_free, rank_from_env
 from megalite.train.report import Reporter, layout_name
@@ -39,6 +39,7 @@ def run(config: Config, env: Mapping[str, str]) -> int:
     check_world_size(sizes_of(config), place.world_size)
     if config.run.tensorboard:
         require_tensorboard()
+    check_plan(config)
     stop = StopFlag()
     stop.install()
     with process_group(config, place) as device:
@@ -101,7 +102,7 @@ def process_group(config: Config, place: Place) -> Iterator[torch.device]:
         device_id=device if device.type == "cuda" else None,
     )
     yield device
-    dist.destroy_process_group()  # after an error the process ends without: a dead peer could make this wait
+    dist.destroy_process_group()  # not after an error: a dead peer could make it wait; see end_now in launch/child.py
 
 
 def pick_device(wanted: str, place: Place) -> torch.device:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -182,6 +183,30 @@ def test_a_rank_reports_a_bad_config_too(command, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "rank0.json").read_text())["exit_code"] == 2
 
 
+ENTRY = """
+import atexit, os, sys, types
+stand_in = types.ModuleType("megalite.train.main")
+def run(config, env):
+    atexit.register(os.abort)
+    print("some steps")
+    raise ValueError("no such corpus")
+stand_in.run = run
+sys.modules["megalite.train.main"] = stand_in
+from megalite.cli import entry
+sys.exit(entry())
+"""
+
+
+@pytest.mark.parametrize(("variables", "code"), [({"RANK": "0"}, 2), ({}, -signal.SIGABRT)])
+def test_a_rank_that_failed_ends_without_a_teardown(tmp_path, variables, code):
+    """Without a launcher there is one: the second case shows that this one would be seen."""
+    env = {**os.environ, **({"MEGALITE_ERROR_DIR": str(tmp_path)} if variables else {}), **variables}
+    line = [sys.executable, "-c", ENTRY, "train", "gpt_tiny_cpu"]
+    made = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+    assert (made.returncode, made.stdout) == (code, "some steps\n")
+    assert made.stderr == ("" if variables else "error: no such corpus\n")
+
+
 def test_launch_passes_what_train_needs(command, monkeypatch):
     got = {}
 
@@ -217,9 +242,14 @@ def test_launch_refuses_a_bad_config_before_it_starts_anything(command, monkeypa
         raise AssertionError("must not start")
 
     stand_in(monkeypatch, "megalite.launch.main", launch=launch)
-    code, _, err = command("launch", "gpt_tiny_cpu", "mesh.tp=3")
-    assert code == 2
-    assert "mesh.tp=3" in err
+    for override, word in {
+        "mesh.tp=3": "mesh.tp=3",
+        "pipeline={schedule: none.csv}": "none.csv can't be read",
+        "model.frozen=[none]": "model.frozen=none matches no tensor",
+    }.items():
+        code, _, err = command("launch", "gpt_tiny_cpu", override)
+        assert code == 2
+        assert word in err
 
 
 def test_schedule(command):

@@ -16,7 +16,7 @@ import pytest
 from megalite.launch.elastic import Ended, Failure
 from megalite.launch.errors import RankError
 from megalite.launch.main import launch
-from megalite.launch.report import judge
+from megalite.launch.report import Outcome, judge
 from megalite.mesh import Sizes
 
 PRELUDE = """
@@ -102,6 +102,25 @@ def test_exit_codes(job, codes, want):
 
 def test_a_users_mistake_is_one_plain_message(job):
     code, err = job("record('mesh.tp=3 does not divide', code=2); sys.exit(2)").run(ranks=4)
+    assert (code, err) == (2, "error: mesh.tp=3 does not divide\n")
+
+
+ENDS = {"SIGABRT": "os.abort()", "the launcher's SIGTERM": "time.sleep(600)"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_users_mistake_decides_however_its_ranks_end(job, end):
+    """Rank 1 records the mistake first, and dies in its teardown."""
+    body = f"""
+    wait_for(*["said1"][rank:])
+    record("mesh.tp=3 does not divide", code=2)
+    (here / f"said{{rank}}").touch()
+    wait_for("said0")
+    if rank == 0:
+        sys.exit(2)
+    {ENDS[end]}
+    """
+    code, err = job(body).run()
     assert (code, err) == (2, "error: mesh.tp=3 does not divide\n")
 
 
@@ -210,6 +229,32 @@ def test_a_kill_is_earlier_than_the_errors_it_causes():
 def test_the_agents_own_sigterm_is_not_the_cause():
     got = outcome([(0, -15, 50.0), (3, 9, 50.0)])
     assert "rank 3 of" in got.message
+
+
+MISTAKE = "mesh.tp=3 does not divide"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGABRT, signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+def test_a_users_mistake_decides_over_ends_without_a_word(signal_number):
+    """Rank 0's end is noticed before its own record is thought to be possible; rank 1 said the same, and died."""
+    failures = [(0, -signal_number, 10.1), (1, -signal_number, 10.0)]
+    assert outcome(failures, [error(1, 10.0, MISTAKE, code=2)]) == Outcome(2, f"error: {MISTAKE}")
+
+
+def test_a_users_mistake_may_speak_of_connections():
+    text = "--rdzv=a:1: connection refused; start node 0 first"
+    got = outcome([], [error(0, 10.0, text, code=2), error(1, 9.0, "RuntimeError: Connection reset by peer")])
+    assert got == Outcome(2, f"error: {text}")
+
+
+def test_an_earlier_failure_of_another_kind_stays_the_cause():
+    got = outcome([(1, 1, 50.0)], [error(0, 10.0, "OSError: disk full"), error(1, 20.0, MISTAKE, code=2)])
+    assert (got.code, "disk full" in got.message) == (1, True)
+
+
+def test_what_a_rank_recorded_is_why_it_failed():
+    got = outcome([(2, -signal.SIGABRT, 50.0)], [error(2, 49.0, "OSError: disk full")])
+    assert got == Outcome(1, "rank 2 of this node's 4 (host host7, pid 72) failed with exit code 1: OSError: disk full")
 
 
 @pytest.mark.parametrize(

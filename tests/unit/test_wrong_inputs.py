@@ -1,6 +1,8 @@
 """What a user may get wrong: exit code 2, one message with the field and a way out, no traceback, before step 1."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -60,6 +62,16 @@ def test_refused(here, capfd, name):
     assert said.count("error: ") == 1
     assert "Traceback" not in said
     assert not (here / "runs").exists()
+
+
+def test_a_mistake_that_only_ranks_find_is_said_once_by_launch(here):
+    """Two real ranks whose groups exist when they fail."""
+    line = [sys.executable, "-m", "megalite", "launch", "c.yaml", "mesh.dp=2", "data.train=[{path: data/nothing}]"]
+    made = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 2, made.stderr
+    assert made.stderr.count("data/nothing") == made.stderr.count("error: ") == 1
+    assert "Traceback" not in made.stderr
+    assert "SIG" not in made.stderr
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00junk", b"model: [", b"", b"- 1\n"])
