@@ -23,6 +23,7 @@ from megalite.data.readers import Counts, list_files, read_documents
 from megalite.data.sidecar import Sidecar, file_sha256, read_sidecar, sidecar_path, to_json, tokenizer_path
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, resolve, train_bpe, trained_vocab
 from megalite.data.writer import IndexedWriter, token_dtype
+from megalite.observe.outputs import check_output_folder
 
 BATCH_CHARS = 1 << 20
 SERIAL_BYTES = 4 << 20
@@ -115,16 +116,14 @@ def prepare(
 def _check_output(output: str, inputs: list[Path]) -> None:
     """Refuse an output that would replace an input or a file that is not ours."""
     made = [Path(f"{output}{suffix}").resolve() for suffix in (".bin", ".idx", ".json", ".tokenizer.json")]
-    if not Path(output).name:
+    if not Path(output).name or output.endswith("/"):
         raise ValueError(f"--output {output}: give a prefix such as data/corpus; .bin, .idx and .json are appended")
     clash = sorted({str(path) for path in inputs if path.resolve() in made})
     if clash:
         raise ValueError(f"--output {output} would replace the input {clash[0]}; choose another prefix")
     if sidecar_path(output).exists() and read_sidecar(output) is None:
         raise ValueError(f"--output {output} would replace {output}.json, which megalite did not write; choose another")
-    parent = next(p for p in made[0].parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"--output {output}: {parent} is not a folder that can be written to")
+    check_output_folder(f"--output {output}", made[0].parent)
 
 
 def _tokenizer_file(job: _Job, scratch: Path) -> Path | None:

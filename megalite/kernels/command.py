@@ -11,6 +11,7 @@ from megalite.kernels.cases import WORDS
 from megalite.kernels.catalog import ALL_NAMES, ALL_OPS, OPTIMIZER_OPS, taken
 from megalite.kernels.check import check_op
 from megalite.kernels.registry import available, load, select
+from megalite.observe.outputs import check_output_file
 
 DTYPES = {word: dtype for dtype, word in WORDS.items()}
 
@@ -98,6 +99,8 @@ def bench_kernels(
     ops: list[str], *, device: str, dtype: str | None, rounds: int, compiled: bool, tiny: bool, path: str | None
 ) -> str:
     """Measure, and write the rows to a JSON file when `path` is given; returns the table."""
+    if path:
+        check_output_file("--json", path)
     where = pick_device(device)
     compute = _dtype(dtype or ("bf16" if where.type == "cuda" else "fp32"))
     settings = bench.Settings(where, compute, rounds=rounds, compile=compiled, tiny=tiny)

@@ -14,6 +14,7 @@ from megalite.data.loader import build_loader
 from megalite.mesh import Mesh, build_mesh, check_world_size
 from megalite.observe.log import get_logger, setup_logging
 from megalite.observe.metrics import require_tensorboard
+from megalite.observe.outputs import check_output_folder
 from megalite.train.build import build, check_plan, sizes_of
 from megalite.train.loop import Loaders, run_loop
 from megalite.train.ranks import Place, check_port_free, rank_from_env
@@ -40,9 +41,10 @@ def run(config: Config, env: Mapping[str, str]) -> int:
     if config.run.tensorboard:
         require_tensorboard()
     check_plan(config)
+    check_output_folder(f"run.dir={config.run.dir}", config.run.dir)
     stop = StopFlag()
-    stop.install()
     with process_group(config, place) as device:
+        stop.install()  # not earlier: nothing is to be saved, and who waits for the others must obey a signal
         mesh = build_mesh(
             sizes_of(config), device=device, timeout_s=config.run.timeout_s, kv_replicas=config.kv_replicas
         )

@@ -49,6 +49,7 @@ CASES = {
     "positions": ([*GPT, "batch.seq_len=32"], ["batch.seq_len=32", "max_seq_len=16"]),
     "no such checkpoint": (["checkpoint.resume=runs/none"], ["runs/none"]),
     "seq_len": (["batch.seq_len=4000", "model.max_seq_len=4000"], ["4000"]),
+    "run folder": (["run.dir=text.txt/x"], ["run.dir=text.txt/x", "text.txt is not a folder that can be written to"]),
     "batch": (["batch.num_microbatches=3"], ["global_batch_size=4"]),
 }
 

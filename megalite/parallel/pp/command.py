@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config.pipeline import SCHEDULES
+from megalite.observe.outputs import check_output_file
 from megalite.parallel.pp.check import Report, check
 from megalite.parallel.pp.draw import counted, text_grid, write_picture
 from megalite.parallel.pp.lower import lower
@@ -42,6 +43,9 @@ def schedule_command(
         kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches, costs=lengths_of
     )
     outputs = _named(outputs, kind, schedule)
+    for option, path in vars(outputs).items():
+        if path is not None:
+            check_output_file(f"--{option}", path)
     report = check(lower(schedule, zero_stage=0, reshard_after="step", reduce_each="step"))
     forward, input_grad, weight_grad, send = lengths_of
     lengths = {"forward_s": forward, "backward_s": input_grad + weight_grad}
