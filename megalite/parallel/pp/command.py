@@ -6,9 +6,9 @@ from pathlib import Path
 from megalite.config.pipeline import SCHEDULES
 from megalite.observe.outputs import check_output_file
 from megalite.parallel.pp.check import Report, check
-from megalite.parallel.pp.draw import counted, text_grid, write_picture
+from megalite.parallel.pp.draw import text_grid, write_picture
 from megalite.parallel.pp.lower import lower
-from megalite.parallel.pp.schedule import Schedule
+from megalite.parallel.pp.schedule import Schedule, counted
 from megalite.parallel.pp.schedules import build_schedule
 from megalite.parallel.pp.simulate import Timeline, simulate
 from megalite.parallel.pp.trace import timeline_spans, trace_events, write_trace

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.parallel.pp.actions import Action, Op
-from megalite.parallel.pp.schedule import Schedule
+from megalite.parallel.pp.schedule import Schedule, counted
 from megalite.parallel.pp.simulate import Span, Timeline
 
 _STYLES = {Op.F: "cyan", Op.B: "green", Op.I: "yellow", Op.W: "magenta"}
@@ -170,12 +170,6 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
     sizes = f"pp {schedule.pp}" + (f" x {virtual} chunks" if virtual > 1 else "")
     bubble = 100 * float(timeline.total_bubble)
     return f"{schedule.name}: {sizes}, {counted(schedule.num_microbatches, 'microbatch')}, bubble {bubble:.1f}%"
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 microbatch`, `2 microbatches`."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{ending}"
 
 
 def _shade(colour: str, chunk: int, num_chunks: int) -> str:

@@ -39,3 +39,9 @@ def loop_placement(pp: int, virtual: int) -> tuple[int, ...]:
 def v_placement(pp: int) -> tuple[int, ...]:
     """Two stages per rank: down the ranks and back up."""
     return (*range(pp), *reversed(range(pp)))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 microbatch`, `2 microbatches`."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"
