@@ -13,6 +13,14 @@ from megalite.parallel.pp.schedules import build_schedule
 from megalite.parallel.pp.simulate import Timeline, simulate
 from megalite.parallel.pp.trace import timeline_spans, trace_events, write_trace
 
+OPTIONS = {
+    "pipeline.schedule": "--kind",
+    "mesh.pp": "--pp",
+    "pipeline.virtual": "--virtual",
+    "batch.num_microbatches": "--microbatches",
+}
+"""Fields of a config and what they are here."""
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -39,9 +47,12 @@ def schedule_command(
         OSError: a file can't be written.
     """
     lengths_of = _costs(costs)
-    schedule = build_schedule(
-        kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches, costs=lengths_of
-    )
+    try:
+        schedule = build_schedule(
+            kind, pp=pp, virtual=virtual or _virtual(kind), num_microbatches=num_microbatches, costs=lengths_of
+        )
+    except ValueError as error:
+        raise ValueError(_in_options(str(error))) from None
     outputs = _named(outputs, kind, schedule)
     for option, path in vars(outputs).items():
         if path is not None:
@@ -53,7 +64,7 @@ def schedule_command(
     timeline, free = (simulate(schedule, **lengths, send_s=length) for length in (send, 0))
     for path, write in ((outputs.png, "png"), (outputs.svg, "svg")):
         if path is not None:
-            write_picture(schedule, timeline, path, form=write)
+            write_picture(schedule, timeline, path, form=write, shares=_shares(timeline, free))
     if outputs.trace is not None:
         write_trace(trace_events(timeline_spans(timeline), process=f"{schedule.name}, simulated"), outputs.trace)
     stages = f"{counted(schedule.num_stages, 'stage')} on {counted(pp, 'rank')}"
@@ -64,6 +75,13 @@ def schedule_command(
         *(f"{name}: {path}" for name, path in vars(outputs).items() if path is not None),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _in_options(text: str) -> str:
+    """A message about a config's fields as one about this command's options."""
+    for field, option in OPTIONS.items():
+        text = text.replace(f"{field}=", f"{option}=")
+    return text
 
 
 def default_name(kind: str, schedule: Schedule, suffix: str) -> str:
@@ -98,10 +116,19 @@ def _costs(text: str) -> tuple[int, int, int, int]:
     return forward, input_grad, weight_grad, send
 
 
+def _shares(timeline: Timeline, free: Timeline) -> str:
+    """Where the time of all ranks goes; `free` is the timeline with free messages. The printed shares add up to 100%.
+
+    Exposed communication is what the step takes longer than `free`, bubble the rest of what ranks idle.
+    """
+    exposed = round(100 * float((timeline.makespan_s - free.makespan_s) / timeline.makespan_s), 1)
+    compute = round(100 * float(1 - timeline.total_bubble), 1)
+    bubble = abs(round(100 - compute - exposed, 1))  # not -0.0
+    return f"compute {compute:.1f}%, bubble {bubble:.1f}%, exposed communication {exposed:.1f}%"
+
+
 def _summary(schedule: Schedule, report: Report, timeline: Timeline, free: Timeline) -> list[str]:
     """Shares of the step's time over all ranks, and numbers per rank; `free` is the timeline with free messages."""
-    compute = 100 * (1 - timeline.total_bubble)
-    exposed = 100 * (timeline.makespan_s - free.makespan_s) / timeline.makespan_s
     busy = max(timeline.busy_s(rank) for rank in range(schedule.pp))
     own = 100 * (timeline.longest_rank_s - busy) / timeline.longest_rank_s
     per_rank = {
@@ -110,9 +137,8 @@ def _summary(schedule: Schedule, report: Report, timeline: Timeline, free: Timel
         "messages": list(map(str, report.num_messages)),
     }
     return [
-        f"step: {timeline.makespan_s} units of time: compute {compute:.1f}%, bubble {100 - compute - exposed:.1f}%, "
-        f"exposed communication {exposed:.1f}%",
-        f"bubble: {100 * timeline.total_bubble:.1f}% of the step is idle ({100 * timeline.overhead:.1f}% of the work); "
-        f"{own:.1f}% between a rank's first and last action",
+        f"step: {timeline.makespan_s} units of time: {_shares(timeline, free)}",
+        f"idle: bubble and exposed communication, {100 - round(100 * float(1 - timeline.total_bubble), 1):.1f}% of the "
+        f"step or {100 * timeline.overhead:.1f}% of the computation; {own:.1f}% between a rank's first and last action",
         *(f"{name + ' per rank:':32}{'  '.join(values)}" for name, values in per_rank.items()),
     ]

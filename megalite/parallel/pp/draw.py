@@ -4,6 +4,7 @@ The text grid has one row per pp rank and one column per unit of time; an action
 rest of its time, `.` is idle time. The picture has a bar per action, coloured by op, darker for later chunks of a rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -92,8 +93,14 @@ class Frame:
         return 72 * (self.inches - 1.2) / self.length
 
 
-def write_picture(schedule: Schedule, timeline: Timeline, path: str | Path, *, form: Literal["png", "svg"]) -> None:
-    """Draw the timeline; needs matplotlib. Microbatch numbers are left out where they would not fit."""
+def write_picture(
+    schedule: Schedule, timeline: Timeline, path: str | Path, *, form: Literal["png", "svg"], shares: str = ""
+) -> None:
+    """Draw the timeline; needs matplotlib. Microbatch numbers are left out where they would not fit.
+
+    Args:
+        shares: where the step's time goes, for the title.
+    """
     length = float(timeline.makespan_s)
     bars = [
         Bar(rank, float(span.start_s), float(span.end_s - span.start_s), action_colour(schedule, rank, span.action),
@@ -102,8 +109,8 @@ def write_picture(schedule: Schedule, timeline: Timeline, path: str | Path, *, f
         for span in row
     ]  # fmt: skip
     frame = Frame(
-        title=_title(schedule, timeline),
-        xlabel="time (forwards of one stage); the numbers are microbatches",
+        title=_title(schedule) + (f"\n{shares}" if shares else ""),
+        xlabel="time (units of the costs)",
         rows=[f"rank {rank}" for rank in range(schedule.pp)],
         length=length,
         legend=[*legend(schedule), (IDLE, "idle")],
@@ -119,20 +126,19 @@ def action_colour(schedule: Schedule, rank: int, action: Action) -> str:
 
 
 def paint(bars: list[Bar], frame: Frame, path: str | Path, *, form: Literal["png", "svg"]) -> None:
-    """Draw bars, later ones over earlier ones, and write the picture."""
+    """Draw bars and write the picture."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(frame.inches, 0.5 * len(frame.rows) + 1.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    for bar in bars:
-        _draw_bar(axes, bar, points_per_unit=frame.points_per_unit)
+    numbered = draw_bars(axes, bars, points_per_unit=frame.points_per_unit)
     axes.set_title(frame.title, fontsize=11, loc="left")
     axes.set_xlim(0, frame.length)
     axes.set_ylim(len(frame.rows) - 0.5, -0.5)
     axes.set_yticks(range(len(frame.rows)), frame.rows)
-    axes.set_xlabel(frame.xlabel, fontsize=9)
+    axes.set_xlabel(frame.xlabel + ("; the numbers are microbatches" if numbered else ""), fontsize=9)
     axes.set_facecolor(IDLE)
     axes.tick_params(length=0, labelsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12 if frame.inches < 14 else 24, integer=True))
@@ -144,13 +150,29 @@ def paint(bars: list[Bar], frame: Frame, path: str | Path, *, form: Literal["png
     figure.savefig(path, format=form)
 
 
-def _draw_bar(axes, bar: Bar, *, points_per_unit: float) -> None:
-    axes.barh(bar.row, bar.length, left=bar.start, height=bar.height, color=bar.colour, edgecolor="white",
-              linewidth=min(0.8, 0.1 * bar.length * points_per_unit))  # fmt: skip
-    if bar.text and bar.length * points_per_unit > 6 * len(bar.text) + 1:
-        dark = luminance(bar.colour) < 0.6
+def draw_bars(axes, bars: Sequence[Bar], *, points_per_unit: float) -> bool:
+    """Draw bars, later ones over earlier ones, with the texts that fit into them; False when none does.
+
+    White edges take at most a tenth of a bar.
+    """
+    from matplotlib.collections import PolyCollection
+
+    widths = [min(0.8, 0.1 * bar.length * points_per_unit) for bar in bars]
+    colours = [bar.colour for bar in bars]
+    corners = list(map(_corners, bars))  # one artist for all: a patch each would take minutes for a large run
+    axes.add_collection(
+        PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=widths), autolim=False
+    )
+    fitting = [bar for bar in bars if bar.text and bar.length * points_per_unit > 6 * len(bar.text) + 1]
+    for bar in fitting:
         axes.text(bar.start + bar.length / 2, bar.row, bar.text, ha="center", va="center", fontsize=8,
-                  color="white" if dark else "#202020")  # fmt: skip
+                  color="white" if _luminance(bar.colour) < 0.6 else "#202020")  # fmt: skip
+    return bool(fitting)
+
+
+def _corners(bar: Bar) -> list[tuple[float, float]]:
+    left, right, top, bottom = bar.start, bar.start + bar.length, bar.row - bar.height / 2, bar.row + bar.height / 2
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def legend(schedule: Schedule) -> list[tuple[str, str]]:
@@ -164,12 +186,11 @@ def legend(schedule: Schedule) -> list[tuple[str, str]]:
     ]
 
 
-def _title(schedule: Schedule, timeline: Timeline) -> str:
-    """Name, sizes and bubble."""
+def _title(schedule: Schedule) -> str:
+    """Name and sizes."""
     virtual = schedule.num_stages // schedule.pp
     sizes = f"pp {schedule.pp}" + (f" x {virtual} chunks" if virtual > 1 else "")
-    bubble = 100 * float(timeline.total_bubble)
-    return f"{schedule.name}: {sizes}, {counted(schedule.num_microbatches, 'microbatch')}, bubble {bubble:.1f}%"
+    return f"{schedule.name}: {sizes}, {counted(schedule.num_microbatches, 'microbatch')}"
 
 
 def _shade(colour: str, chunk: int, num_chunks: int) -> str:
@@ -180,7 +201,7 @@ def _shade(colour: str, chunk: int, num_chunks: int) -> str:
     return "#" + "".join(f"{round(part + (target - part) * mix):02x}" for part in parts)
 
 
-def luminance(colour: str) -> float:
+def _luminance(colour: str) -> float:
     """Perceived brightness of a #rrggbb colour, 0 to 1."""
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue

@@ -5,13 +5,13 @@ its input is there: what was waited for the message is left in the colour of idl
 bubble. Collectives that block are a strip of their own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.observe.spans import Span
 from megalite.parallel.pp.actions import COMPUTE, parse_action
-from megalite.parallel.pp.draw import IDLE, Bar, action_colour, legend, luminance
+from megalite.parallel.pp.draw import IDLE, Bar, action_colour, draw_bars, legend
 from megalite.parallel.pp.measured import Plan, Step
 from megalite.parallel.pp.schedule import Schedule
 
@@ -108,30 +108,22 @@ def paint(picture: Picture, path: str | Path) -> None:
     size = (picture.inches, 0.42 * sum(heights) + 0.5 * len(heights) + 1.0)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     grid = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axes, panel in zip(grid, picture.panels, strict=True):
-        _draw_panel(axes, panel, picture)
+    numbered = [_draw_panel(axes, panel, picture) for axes, panel in zip(grid, picture.panels, strict=True)]
     grid[-1].tick_params(axis="x", bottom=True, labelbottom=True)
-    grid[-1].set_xlabel("time (ms); the numbers are microbatches", fontsize=9)
+    grid[-1].set_xlabel("time (ms)" + ("; the numbers are microbatches" if any(numbered) else ""), fontsize=9)
     patches = [Patch(facecolor=c, label=text, edgecolor="#c4c4c4", linewidth=0.6) for c, text in picture.legend]
     columns = 5 if picture.inches < 18 else 9
     figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(path, format="png")
 
 
-def _draw_panel(axes, panel: Panel, picture: Picture) -> None:
-    from matplotlib.collections import PolyCollection
+def _draw_panel(axes, panel: Panel, picture: Picture) -> bool:
+    """Draw one panel; whether it has numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    points = picture.points_per_unit
-    widths = [min(0.8, 0.1 * bar.length * points) for bar in panel.bars]
-    colours = [bar.colour for bar in panel.bars]
     axes.set_xlim(0, picture.length)
     axes.set_ylim(len(panel.rows) - 0.5, -0.5)
-    axes.add_collection(  # one for all: a patch each would take minutes for a large run
-        PolyCollection(list(map(_corners, panel.bars)), facecolors=colours, edgecolors="white", linewidths=widths)
-    )
-    for x, y, text, colour in _texts(panel.bars, points):
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
+    numbered = draw_bars(axes, panel.bars, points_per_unit=picture.points_per_unit)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_yticks(range(len(panel.rows)), panel.rows)
     axes.tick_params(length=0, labelsize=9)
@@ -140,15 +132,4 @@ def _draw_panel(axes, panel: Panel, picture: Picture) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12 if picture.inches < 14 else 24))
     for side in axes.spines.values():
         side.set_visible(False)
-
-
-def _corners(bar: Bar) -> list[tuple[float, float]]:
-    left, right, top, bottom = bar.start, bar.start + bar.length, bar.row - bar.height / 2, bar.row + bar.height / 2
-    return [(left, top), (right, top), (right, bottom), (left, bottom)]
-
-
-def _texts(bars: Sequence[Bar], points_per_unit: float) -> Iterator[tuple[float, float, str, str]]:
-    """Where which text stands, and its colour; left out where it would not fit."""
-    for bar in bars:
-        if bar.text and bar.length * points_per_unit > 6 * len(bar.text) + 1:
-            yield bar.start + bar.length / 2, bar.row, bar.text, "white" if luminance(bar.colour) < 0.6 else "#202020"
+    return numbered
