@@ -51,7 +51,7 @@ def forward(
     num_samples, seq_len, _, head_dim = qkv.shape
     mixed = torch.empty(num_samples * seq_len, heads[0] * head_dim, dtype=qkv.dtype)
     log_sums = torch.empty(num_samples, heads[0], seq_len, dtype=torch.float32)
-    _call(qkv, heads, angles, documents, (0, 0), (log_sums, mixed))
+    _call(qkv, None, heads, angles, documents, (log_sums, mixed))
     return mixed, log_sums
 
 
@@ -59,21 +59,20 @@ def backward(
     dmixed: Tensor, qkv: Tensor, log_sums: Tensor, heads: tuple[int, int, int], angles: Angles, documents: Tensor | None
 ) -> Tensor:
     """d(qkv), a new tensor."""
-    dmixed = contiguous_columns(dmixed)
-    how(qkv, dmixed)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype)
-    _call(qkv, heads, angles, documents, (dmixed.data_ptr(), dmixed.stride(0)), (log_sums, dqkv))
+    _call(qkv, contiguous_columns(dmixed), heads, angles, documents, (log_sums, dqkv))
     return dqkv
 
 
 def _call(
     qkv: Tensor,
+    dmixed: Tensor | None,
     heads: tuple[int, int, int],
     angles: Angles,
     documents: Tensor | None,
-    dmixed: tuple[int, int],
     outputs: tuple[Tensor, Tensor],
 ) -> None:
+    """Forward without dmixed, else backward."""
     qkv = contiguous_columns(qkv)
     num_samples, seq_len, _, head_dim = qkv.shape
     tables = () if angles is None else (as_table(angles[0]), as_table(angles[1]))
@@ -82,9 +81,9 @@ def _call(
         (qkv.data_ptr(), *qkv.stride()[:3]),
         tuple(table.data_ptr() for table in tables) or (0, 0),
         0 if documents is None else documents.data_ptr(),
-        dmixed,
+        (0, 0) if dmixed is None else (dmixed.data_ptr(), dmixed.stride(0)),
         (outputs[0].data_ptr(), outputs[1].data_ptr()),
         (num_samples, seq_len, heads[0], heads[1], head_dim),
         head_dim**-0.5,
-        **how(qkv),
+        **(how(qkv) if dmixed is None else how(qkv, dmixed)),
     )
